@@ -1,0 +1,35 @@
+# Everything on a fresh machine: `make run` trains, `make test` checks. Set-up happens by itself, once, in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# A machine without an NVIDIA GPU gets the version that is known to have a CPU build; override with TORCH='torch>=2.10'.
+TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.10' || echo 'torch==2.13.0')
+JOBS ?= 2
+OUT ?= runs/make-run
+
+.PHONY: run test test-slow lint setup clean
+
+run: setup
+	$(BIN)/blockscale train --steps 150 --overwrite --out $(OUT)
+
+test: setup lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+test-slow: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m slow
+
+lint: setup
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache

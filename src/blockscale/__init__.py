@@ -1,0 +1,50 @@
+"""blockscale: block-scaled (MXFP8, NVFP4, FP8) mixture-of-experts layers for PyTorch.
+
+Formats, quantizers and grouped GEMMs at the top; layers in ``blockscale.nn``; what runs and why from ``explain``.
+"""
+
+from importlib.metadata import version
+
+from blockscale import activations, formats, layouts, recipes
+from blockscale.formats import MXFP8, NVFP4, FP8Block, FP8Tensor
+from blockscale.layouts import offsets_from_sizes
+from blockscale.ops.activation import activation
+from blockscale.ops.grouped_gemm import grouped_gemm
+from blockscale.ops.grouped_linear import grouped_linear
+from blockscale.ops.grouped_mlp import grouped_mlp
+from blockscale.ops.quantize import quantize, quantize_grouped
+from blockscale.ops.routing import Permuted, permute, unpermute
+from blockscale.recipes import autocast
+from blockscale.tensors import BlockScaledTensor, GroupedTensor, Plane, load, save
+
+from blockscale import nn  # isort: skip  (knows the operators above)
+
+__version__ = version("blockscale")
+
+__all__ = [
+    "MXFP8",
+    "NVFP4",
+    "BlockScaledTensor",
+    "FP8Block",
+    "FP8Tensor",
+    "GroupedTensor",
+    "Permuted",
+    "Plane",
+    "activation",
+    "activations",
+    "autocast",
+    "formats",
+    "grouped_gemm",
+    "grouped_linear",
+    "grouped_mlp",
+    "layouts",
+    "load",
+    "nn",
+    "offsets_from_sizes",
+    "permute",
+    "quantize",
+    "quantize_grouped",
+    "recipes",
+    "save",
+    "unpermute",
+]

@@ -1,0 +1,18 @@
+"""The command line, one file a command. Exit status: 0 fine, 1 findings, 2 wrong use, 130 stopped by Ctrl-C."""
+
+import typer
+
+from blockscale.cli.info import info
+from blockscale.cli.train import train
+
+app = typer.Typer(
+    name="blockscale",
+    help="Block-scaled mixture-of-experts layers for PyTorch: MXFP8, NVFP4 and FP8.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(train)
+app.command()(info)
+
+__all__ = ["app"]

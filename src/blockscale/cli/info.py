@@ -1,0 +1,48 @@
+"""``blockscale info``: versions, devices, formats, recipes, backends."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from blockscale import formats
+from blockscale.cli._shared import consoles, print_json
+from blockscale.report import Column, Table, describe_environment, table_to_rich
+from blockscale.report.environment import package_version
+from blockscale.train import CHOICES
+
+_PACKAGES = ("blockscale", "torch", "triton", "safetensors", "matplotlib")
+_FORMATS = (formats.MXFP8(), formats.NVFP4(), formats.FP8Tensor(), formats.FP8Block())
+
+
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
+) -> None:
+    """Show versions, devices, formats, recipes and backends: what a bug report should hold."""
+    found = _collect()
+    if as_json:
+        print_json(found)
+        return
+    console, _ = consoles()
+    for title, items in found.items():
+        rows = [{"name": name, "value": value} for name, value in items.items()]
+        columns = (Column("name", "name", align="left"), Column("value", "value", align="left"))
+        console.print(table_to_rich(Table(title, columns, rows)))
+
+
+def _collect() -> dict[str, dict[str, Any]]:
+    """Section -> name -> value; the same for people and machines."""
+    cuda = {f"cuda:{index}": describe_environment(torch.device("cuda", index)) for index in range(torch.cuda.device_count())}
+    environment = describe_environment(torch.device("cpu"))
+    return {
+        "versions": {"python": environment["python"], **{name: package_version(name) for name in _PACKAGES}},
+        "devices": {
+            "cpu": f"{environment['device']}, {environment['threads']} threads",
+            **{name: described["device"] for name, described in cuda.items()},
+        },
+        "formats": {type(fmt).__name__: fmt.spec() for fmt in _FORMATS},
+        "recipes": {name: str(choice.make()) for name, choice in CHOICES.items()},
+        "backends": {"reference": "plain torch, on every device: the specification that runs"},
+    }

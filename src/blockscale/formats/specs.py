@@ -1,0 +1,189 @@
+"""The formats a tensor can be quantized to: frozen dataclasses, each with a string form for the operators.
+
+``fmt.spec()`` and :func:`parse` are inverse to each other, so a format can cross an operator schema as a string.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from typing import ClassVar
+
+
+
+def _check(name: str, value: object, legal: tuple[object, ...]) -> None:
+    if value not in legal:
+        raise ValueError(f"{name}={value!r} is not legal; it must be one of {', '.join(map(repr, legal))}")
+
+
+@dataclass(frozen=True)
+class Format:
+    """What all formats have in common; not to be made directly."""
+
+    kind: ClassVar[str]
+    #: number of elements along the contraction that share a scale; 0: one scale a tensor
+    has_amax: ClassVar[bool] = False
+    #: whether the columnwise plane is stored transposed, (K, M)
+    transposed: ClassVar[bool] = False
+
+    @property
+    def is_2d(self) -> bool:
+        """Whether a scale belongs to a square block, the same in both planes."""
+        block = getattr(self, "block", (1, 1))
+        return bool(block[0] > 1)
+
+    @property
+    def block_length(self) -> int:
+        """Elements along the contraction that share a scale (0: all)."""
+        return int(getattr(self, "block", (0, 0))[1])
+
+    def spec(self) -> str:
+        """The string form, such as ``mxfp8:element=e4m3:block=1x32:scale_rounding=up:nan=propagate``."""
+        parts = [self.kind]
+        for name, value in asdict(self).items():
+            text = "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            parts.append(f"{name}={text}")
+        return ":".join(parts)
+
+
+@dataclass(frozen=True)
+class MXFP8(Format):
+    """Microscaling FP8: E4M3 or E5M2 elements, one E8M0 scale per 32 along the contraction.
+
+    Args:
+        element: "e4m3" or "e5m2".
+        block: (1, 32), or (32, 32) for weights whose two planes must hold the same bytes.
+        scale_rounding: "up" (smallest power of two that does not saturate) or "floor" (OCP MX v1.0).
+        nan: "propagate" (a NaN makes its block NaN) or "ignore" (dropped from the block maximum, stored as 0x7F).
+    """
+
+    element: str = "e4m3"
+    block: tuple[int, int] = (1, 32)
+    scale_rounding: str = "up"
+    nan: str = "propagate"
+    kind: ClassVar[str] = "mxfp8"
+
+    def __post_init__(self) -> None:
+        _check("element", self.element, ("e4m3", "e5m2"))
+        _check("block", self.block, ((1, 32), (32, 32)))
+        _check("scale_rounding", self.scale_rounding, ("up", "floor"))
+        _check("nan", self.nan, ("propagate", "ignore"))
+
+
+@dataclass(frozen=True)
+class NVFP4(Format):
+    """E2M1 elements, one E4M3 scale per 16 along the contraction and one float32 scale a tensor (or group).
+
+    Args:
+        block: (1, 16), or (16, 16) for weights.
+        hadamard: 16-point random Hadamard transform along M before the columnwise quantization.
+        stochastic: stochastic rounding of the elements (gradients); needs ``rng`` or ``generator`` when quantizing.
+        nan: "propagate" or "ignore" (a NaN becomes +6, its block keeps its scale).
+    """
+
+    block: tuple[int, int] = (1, 16)
+    hadamard: bool = False
+    stochastic: bool = False
+    nan: str = "propagate"
+    kind: ClassVar[str] = "nvfp4"
+    element: ClassVar[str] = "e2m1"
+    has_amax: ClassVar[bool] = True
+    transposed: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check("block", self.block, ((1, 16), (16, 16)))
+        _check("hadamard", self.hadamard, (False, True))
+        _check("stochastic", self.stochastic, (False, True))
+        _check("nan", self.nan, ("propagate", "ignore"))
+        if self.hadamard and self.is_2d:
+            raise ValueError("hadamard=True is not legal with block=(16, 16): the two planes would not agree")
+
+
+@dataclass(frozen=True)
+class FP8Tensor(Format):
+    """FP8 with one float32 scale a tensor (or group), taken from the tensor's own amax (current scaling).
+
+    Args:
+        element: "e4m3" or "e5m2".
+        power_of_two: round the scale down to a power of two.
+        eps: the smallest amax assumed, >= 0.
+    """
+
+    element: str = "e4m3"
+    power_of_two: bool = False
+    eps: float = 0.0
+    kind: ClassVar[str] = "fp8tensor"
+    has_amax: ClassVar[bool] = True
+    transposed: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_fp8(self.element, self.power_of_two, self.eps)
+
+
+@dataclass(frozen=True)
+class FP8Block(Format):
+    """FP8 with one float32 scale per 1x128 (activations, gradients) or 128x128 (weights).
+
+    Args:
+        element: "e4m3" or "e5m2".
+        block: (1, 128) or (128, 128).
+        power_of_two: scales are powers of two.
+        eps: the smallest amax assumed, >= 0.
+    """
+
+    element: str = "e4m3"
+    block: tuple[int, int] = (1, 128)
+    power_of_two: bool = True
+    eps: float = 0.0
+    kind: ClassVar[str] = "fp8block"
+    transposed: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check("block", self.block, ((1, 128), (128, 128)))
+        _check_fp8(self.element, self.power_of_two, self.eps)
+
+
+def _check_fp8(element: str, power_of_two: bool, eps: float) -> None:
+    _check("element", element, ("e4m3", "e5m2"))
+    _check("power_of_two", power_of_two, (False, True))
+    if not 0.0 <= eps < float("inf"):
+        raise ValueError(f"eps={eps!r} is not legal; it must be finite and >= 0")
+
+
+_KINDS: dict[str, type[Format]] = {cls.kind: cls for cls in (MXFP8, NVFP4, FP8Tensor, FP8Block)}
+
+
+@lru_cache(maxsize=256)
+def parse(spec: str) -> Format:
+    """The format of a string made by ``Format.spec()``; a bare kind such as ``"mxfp8"`` means its defaults.
+
+    Raises:
+        ValueError: unknown kind or option, naming the legal ones.
+    """
+    kind, *options = spec.split(":")
+    if kind not in _KINDS:
+        raise ValueError(f"format {spec!r}: kind {kind!r} is not one of {sorted(_KINDS)}")
+    cls = _KINDS[kind]
+    known = {f.name: f for f in fields(cls)}
+    values: dict[str, object] = {}
+    for option in options:
+        name, _, text = option.partition("=")
+        if name not in known:
+            raise ValueError(f"format {spec!r}: option {name!r} is not one of {sorted(known)}")
+        values[name] = _read(known[name].default, text, spec)
+    return cls(**values)
+
+
+def _read(default: object, text: str, spec: str) -> object:
+    try:
+        if isinstance(default, bool):
+            return {"True": True, "False": False}[text]
+        if isinstance(default, float):
+            return float(text)
+        if isinstance(default, tuple):
+            return tuple(int(n) for n in text.split("x"))
+    except (KeyError, ValueError):
+        raise ValueError(f"format {spec!r}: {text!r} is not a legal value") from None
+    return text
+
+

@@ -1,0 +1,103 @@
+"""GroupedLinear: one weight matrix a group. Legend: M rows, K inputs, N outputs, G groups."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from blockscale.layouts import offsets_from_sizes
+from blockscale.ops.grouped_linear import grouped_linear
+from blockscale.recipes import Recipe
+
+
+class GroupedLinear(nn.Module):
+    """y = x W_g^T + b_g for the rows of each group g, in the formats of a recipe, forward and backward.
+
+    Args:
+        num_groups: G >= 1 (experts on this device).
+        in_features, out_features: K, N.
+        bias: learn one (N,) bias a group.
+        recipe: beats ``autocast``; None: the enclosing autocast's, else BF16.
+        accumulate_into_main_grad: add dW in float32 to ``weight.main_grad`` (made by the framework, float32, the weight's
+            shape) during backward instead of setting ``weight.grad``.
+        device, dtype: of the parameters.
+
+    Attributes:
+        weight: (G, N, K). bias: (G, N) or None. Both initialised uniformly in +-1/sqrt(K), as torch.nn.Linear.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        recipe: Recipe | None = None,
+        accumulate_into_main_grad: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("num_groups", num_groups), ("in_features", in_features), ("out_features", out_features)):
+            if value < 1:
+                raise ValueError(f"{name}={value} is not legal; it must be at least 1")
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise TypeError(f"recipe is {type(recipe).__name__}; a blockscale Recipe or None is needed")
+        self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        self.recipe = recipe
+        self.accumulate_into_main_grad = accumulate_into_main_grad
+        self.weight = nn.Parameter(torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_groups, out_features, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew."""
+        bound = 1 / math.sqrt(self.in_features)
+        with torch.no_grad():
+            self.weight.uniform_(-bound, bound)
+            if self.bias is not None:
+                self.bias.uniform_(-bound, bound)
+
+    def main_grad(self) -> Tensor | None:
+        """The buffer that dW is added to, or None; ``ValueError`` when it is wanted but the weight has none."""
+        if not self.accumulate_into_main_grad:
+            return None
+        buffer: Tensor | None = getattr(self.weight, "main_grad", None)
+        if buffer is None:
+            raise ValueError(
+                "accumulate_into_main_grad=True but weight.main_grad is missing; set it to a float32 tensor of shape "
+                f"{tuple(self.weight.shape)} before the forward pass"
+            )
+        return buffer
+
+    def forward(self, x: Tensor, sizes: Tensor | None = None, *, offsets: Tensor | None = None) -> Tensor:
+        """y of x (M, K), rows sorted by group.
+
+        Args:
+            x: float32, bfloat16 or float16.
+            sizes: integer (G,) rows a group, on x's device; or ``offsets`` int64 (G+1,).
+
+        Returns:
+            (M, N) in x's dtype; rows past the last group are zero.
+        """
+        offsets = resolve_offsets(sizes, offsets)
+        return grouped_linear(x, self.weight, offsets, self.bias, recipe=self.recipe, main_grad=self.main_grad())
+
+    def extra_repr(self) -> str:
+        """Sizes and recipe."""
+        recipe = "" if self.recipe is None else f", recipe={self.recipe.name}"
+        shape = f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}"
+        return f"{shape}, bias={self.bias is not None}{recipe}"
+
+
+def resolve_offsets(sizes: Tensor | None, offsets: Tensor | None) -> Tensor:
+    """int64[G+1] from exactly one of the two."""
+    if (sizes is None) == (offsets is None):
+        given = "neither" if sizes is None else "both"
+        raise ValueError(f"{given} of sizes and offsets given; exactly one is needed")
+    if offsets is not None:
+        return offsets
+    assert sizes is not None
+    return offsets_from_sizes(sizes)

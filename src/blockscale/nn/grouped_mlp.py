@@ -1,0 +1,85 @@
+"""GroupedMLP: the experts of a mixture-of-experts layer. Legend: M rows, H hidden, I intermediate, G groups."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from blockscale.activations import Activation, parse
+from blockscale.nn.grouped_linear import GroupedLinear, resolve_offsets
+from blockscale.ops.grouped_mlp import grouped_mlp
+from blockscale.recipes import Recipe
+
+
+class GroupedMLP(nn.Module):
+    """y = s * (W2 act(W1 x + b1) + b2) for the rows of each group, in the formats of a recipe, forward and backward.
+
+    Args:
+        num_groups: G >= 1 (experts on this device).
+        hidden: H, columns of x and y. intermediate: I, columns between the two linears.
+        activation: "swiglu", "clamped_swiglu", "squared_relu", "situ", or an Activation with other constants.
+        recipe: beats ``autocast``; None: the enclosing autocast's, else BF16.
+        bias: learn b1 and b2.
+        glu_interleave: None: a GLU's gate columns come first; g: gate and linear columns alternate in runs of g.
+        accumulate_into_main_grad: add weight gradients in float32 to ``weight.main_grad``.
+        device, dtype: of the parameters.
+
+    Attributes:
+        fc1.weight (G, 2I or I, H), fc2.weight (G, H, I), and their biases (G, .) or None.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        hidden: int,
+        intermediate: int,
+        activation: str | Activation = "swiglu",
+        recipe: Recipe | None = None,
+        bias: bool = False,
+        glu_interleave: int | None = None,
+        accumulate_into_main_grad: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = parse(activation)
+        width = self.activation.pre_width(intermediate)
+        self.activation.out_width(width, glu_interleave)
+        self.glu_interleave = glu_interleave
+        self.recipe = recipe
+        shared = (bias, recipe, accumulate_into_main_grad, device, dtype)
+        self.fc1 = GroupedLinear(num_groups, hidden, width, *shared)
+        self.fc2 = GroupedLinear(num_groups, intermediate, hidden, *shared)
+
+    def forward(
+        self, x: Tensor, sizes: Tensor | None = None, probs: Tensor | None = None, *, offsets: Tensor | None = None
+    ) -> Tensor:
+        """y of x (M, H), rows sorted by group.
+
+        Args:
+            x: float32, bfloat16 or float16.
+            sizes: integer (G,) rows a group, on x's device; or ``offsets`` int64 (G+1,).
+            probs: float32 (M,), the router's probability of each row.
+
+        Returns:
+            (M, H) in x's dtype; rows past the last group are zero.
+        """
+        main1, main2 = self.fc1.main_grad(), self.fc2.main_grad()
+        return grouped_mlp(
+            x,
+            self.fc1.weight,
+            self.fc2.weight,
+            resolve_offsets(sizes, offsets),
+            activation=self.activation,
+            interleave=self.glu_interleave,
+            probs=probs,
+            b1=self.fc1.bias,
+            b2=self.fc2.bias,
+            recipe=self.recipe,
+            main_grads=None if main1 is None or main2 is None else (main1, main2),
+        )
+
+    def extra_repr(self) -> str:
+        """Activation, interleave and recipe."""
+        recipe = "" if self.recipe is None else f", recipe={self.recipe.name}"
+        return f"activation={self.activation.spec()}, glu_interleave={self.glu_interleave}{recipe}"

@@ -1,0 +1,1 @@
+"""The operators: registered with torch.library, their public functions, and explain."""

@@ -1,0 +1,150 @@
+"""The operators ``activation`` and ``activation_backward`` and the public :func:`activation`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockscale.activations import Activation, parse
+from blockscale.ops import registry
+from blockscale.reference.activations import activation_backward as reference_backward
+from blockscale.reference.activations import activation_forward as reference_forward
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def activation(
+    h: Tensor,
+    act: str | Activation,
+    *,
+    probs: Tensor | None = None,
+    interleave: int | None = None,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """The activation of an expert, times the router's probability of each row; differentiable in ``h`` and ``probs``.
+
+    Args:
+        h: [rows, W], the pre-activation, float32, bfloat16 or float16.
+        act: name, spec string or :class:`~blockscale.activations.Activation`.
+        probs: float32 [rows].
+        interleave: None: a GLU's gate is the first W/2 columns; g: gate and linear alternate in runs of g columns.
+        offsets: int64 [G+1]; rows from ``offsets[-1]`` on are dead: they influence nothing, their results are zero.
+
+    Returns:
+        [rows, W/2] for a GLU, else [rows, W], in h's dtype. Example: swiglu of the row [a, b] is a*sigmoid(a)*b.
+
+    Raises:
+        ValueError: a shape, an option or, on the CPU, ``offsets[-1]`` outside 0..rows.
+        TypeError: a dtype.
+    """
+    _check(h, probs, offsets, interleave)
+    # a string is parsed, and the width checked, by the operator and its fake: Dynamo need not trace the parser
+    spec = act if isinstance(act, str) else parse(act).spec()
+    return torch.ops.blockscale.activation(h, probs, offsets, spec, interleave or 0)
+
+
+def _check(h: Tensor, probs: Tensor | None, offsets: Tensor | None, interleave: int | None) -> None:
+    if h.dim() != 2:
+        raise ValueError(f"h has shape {tuple(h.shape)}; [rows, columns] is needed")
+    if h.dtype not in DTYPES:
+        raise TypeError(f"h has dtype {h.dtype}; it must be one of {DTYPES}")
+    if interleave is not None and interleave < 1:
+        raise ValueError(f"interleave={interleave} is not legal; it must be None or at least 1")
+    if probs is not None:
+        if probs.dtype != torch.float32:
+            raise TypeError(f"probs has dtype {probs.dtype}; it must be torch.float32")
+        if probs.shape != h.shape[:1]:
+            raise ValueError(f"probs has shape {tuple(probs.shape)}; one per row of h is needed, ({h.shape[0]},)")
+        if probs.device != h.device:
+            raise ValueError(f"probs is on {probs.device}; it must be on the device of h, {h.device}")
+    if offsets is not None:
+        if offsets.dtype != torch.int64:
+            raise TypeError(f"offsets has dtype {offsets.dtype}; it must be torch.int64")
+        if offsets.dim() != 1 or offsets.shape[0] < 1:
+            raise ValueError(f"offsets has shape {tuple(offsets.shape)}; [groups + 1] is needed")
+        if offsets.device != h.device:
+            raise ValueError(f"offsets is on {offsets.device}; it must be on the device of h, {h.device}")
+
+
+def _live_rows(offsets: Tensor | None, rows: int) -> int:
+    """The number of live rows, read on the host; for offsets on the CPU only."""
+    if offsets is None:
+        return rows
+    live = int(offsets[-1])
+    if not 0 <= live <= rows:
+        raise ValueError(f"offsets[-1]={live} is not legal; it must be in 0..{rows}, the rows of h")
+    return live
+
+
+def _live_mask(offsets: Tensor | None, h: Tensor) -> Tensor | None:
+    return None if offsets is None else torch.arange(h.shape[0], device=h.device) < offsets[-1]
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    if x.shape[0] == rows:
+        return x
+    out = x.new_zeros(rows, *x.shape[1:])
+    out[: x.shape[0]] = x
+    return out
+
+
+def run_forward(h: Tensor, probs: Tensor | None, offsets: Tensor | None, act: str, interleave: int) -> Tensor:
+    """The implementation of the operator ``activation``."""
+    parsed, runs, rows = parse(act), interleave or None, h.shape[0]
+    if h.device.type != "cpu":
+        return reference_forward(h, parsed, probs, runs, _live_mask(offsets, h))
+    live = _live_rows(offsets, rows)
+    return _padded(reference_forward(h[:live], parsed, None if probs is None else probs[:live], runs, None), rows)
+
+
+def _forward_fake(h: Tensor, probs: Tensor | None, offsets: Tensor | None, act: str, interleave: int) -> Tensor:
+    return h.new_empty(h.shape[0], parse(act).out_width(h.shape[1], interleave or None))
+
+
+def run_backward(
+    dy: Tensor, h: Tensor, probs: Tensor | None, offsets: Tensor | None, act: str, interleave: int
+) -> tuple[Tensor, Tensor]:
+    """The implementation of the operator ``activation_backward``."""
+    parsed, runs, rows = parse(act), interleave or None, h.shape[0]
+    expected = (rows, parsed.out_width(h.shape[1], runs))
+    if dy.shape != expected or dy.dtype != h.dtype:
+        raise ValueError(f"dy is {tuple(dy.shape)} {dy.dtype}; it must be {expected} {h.dtype}, like the result")
+    if h.device.type != "cpu":
+        dh, ds = reference_backward(dy, h, parsed, probs, runs, _live_mask(offsets, h))
+    else:
+        live = _live_rows(offsets, rows)
+        s = None if probs is None else probs[:live]
+        dh, ds = reference_backward(dy[:live], h[:live], parsed, s, runs, None)
+        dh, ds = _padded(dh, rows), None if ds is None else _padded(ds, rows)
+    return dh, h.new_empty(0, dtype=torch.float32) if ds is None else ds
+
+
+def _backward_fake(
+    dy: Tensor, h: Tensor, probs: Tensor | None, offsets: Tensor | None, act: str, interleave: int
+) -> tuple[Tensor, Tensor]:
+    return h.new_empty(h.shape), h.new_empty(0 if probs is None else h.shape[0], dtype=torch.float32)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    h, probs, offsets, ctx.act, ctx.interleave = inputs
+    ctx.save_for_backward(h, probs, offsets)
+
+
+def _autograd(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+    h, probs, offsets = ctx.saved_tensors
+    dh, ds = torch.ops.blockscale.activation_backward(dy, h, probs, offsets, ctx.act, ctx.interleave)
+    return dh, None if probs is None else ds, None, None, None
+
+
+registry.define(
+    "activation(Tensor h, Tensor? probs, Tensor? offsets, str act, int interleave) -> Tensor", run_forward, _forward_fake
+)
+registry.define(
+    "activation_backward(Tensor dy, Tensor h, Tensor? probs, Tensor? offsets, str act, int interleave)"
+    " -> (Tensor, Tensor)",
+    run_backward,
+    _backward_fake,
+)
+registry.autograd("activation", _autograd, _setup_context)

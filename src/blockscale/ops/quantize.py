@@ -1,0 +1,255 @@
+"""The operators ``quantize`` and ``quantize_grouped`` and their public functions.
+
+Legend: M rows, K columns, G groups.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blockscale.formats import MXFP8, NVFP4, Format, parse
+from blockscale.layouts import LAYOUTS
+from blockscale.ops import checks, registry
+from blockscale.reference import quantize as reference
+from blockscale.tensors import BlockScaledTensor, GroupedTensor, planes_from_list
+from blockscale.tensors.shapes import grouped_plane_shapes, plane_shapes
+
+TILED_FORMATS = (MXFP8, NVFP4)
+
+
+def rng_from(generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """int64[2] (seed, offset 0) drawn from ``generator`` (None: torch's default) on its own device."""
+    source = device if generator is None else generator.device
+    seed = torch.randint(-(2**63), 2**63 - 1, (1,), generator=generator, device=source)
+    return torch.cat((seed, torch.zeros_like(seed))).to(device)
+
+
+def quantize(
+    x_MK: Tensor,
+    fmt: Format,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    layout: str = "compact",
+    amax: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    rng: Tensor | None = None,
+    out: BlockScaledTensor | None = None,
+) -> BlockScaledTensor:
+    """Quantize a matrix to a block-scaled format.
+
+    Args:
+        x_MK: (M, K) float32, bfloat16 or float16, any strides, K >= 1.
+        fmt: the format.
+        rowwise, columnwise: which planes: blocks along K, blocks along M.
+        layout: of the scales: "compact", "swizzled", "swizzled_8x4" or "linear" (FP8 formats: "compact" or "linear",
+            which are the same).
+        amax: float32 [1] to use instead of the tensor's own amax, or [2, 1] (rowwise; columnwise, after the transform if
+            there is one). NVFP4 and FP8Tensor only.
+        generator: source of random bits for ``stochastic=True``; None: torch's default.
+        rng: int64[2] (seed, offset) on x's device, instead of ``generator``.
+        out: a result to overwrite, made by the same call; no memory is kept besides.
+
+    Returns:
+        The quantized tensor (``out`` if given).
+
+    Raises:
+        TypeError: a wrong dtype or type.
+        ValueError: a wrong shape, layout, device or combination.
+
+    Example: ``quantize(torch.full((1, 32), 448.0), MXFP8())`` has one live scale code, 127, and 32 codes 0x7E.
+
+    Source: OCP microscaling formats 1.0 (MX); NVIDIA cuDNN and Transformer Engine documentation (NVFP4, FP8 scaling).
+    """
+    x = checks.matrix("x", x_MK)
+    _check_options(fmt, rowwise, columnwise, layout, LAYOUTS)
+    amax = _check_amax(amax, fmt, x, 1)
+    rng = _check_rng(rng, generator, fmt, x)
+    shape = (x.shape[0], x.shape[1])
+    if out is not None:
+        targets = _out_tensors(out, BlockScaledTensor, fmt, shape, rowwise, columnwise, layout)
+        torch.ops.blockscale.quantize_out(x, fmt.spec(), rowwise, columnwise, layout, amax, rng, targets)
+        return out
+    tensors = torch.ops.blockscale.quantize(x, fmt.spec(), rowwise, columnwise, layout, amax, rng)
+    row, column = planes_from_list(tensors, fmt, rowwise, columnwise, layout)
+    return BlockScaledTensor(shape, fmt, row, column)
+
+
+def quantize_grouped(
+    x: Tensor,
+    offsets: Tensor | None,
+    fmt: Format,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    layout: str = "compact",
+    amax: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    rng: Tensor | None = None,
+    out: GroupedTensor | None = None,
+) -> GroupedTensor:
+    """Quantize the groups of rows of one buffer; each result equals ``quantize`` of that group's rows.
+
+    Args:
+        x: (capacity, K); rows past ``offsets[-1]`` are never read into a result. Or weights (G, N, K) with
+            ``offsets=None``: G groups of N rows.
+        offsets: int64[G+1] on x's device, from 0, never decreasing.
+        layout: "compact" or "swizzled" (FP8 formats: "compact").
+        amax: float32 [G], or [2, G].
+        fmt, rowwise, columnwise, generator, rng, out, raises: as :func:`quantize`.
+    """
+    if offsets is None:
+        checks.dtype("x", x, checks.FLOATS)
+        if x.dim() != 3:
+            raise ValueError(f"x has shape {tuple(x.shape)} and offsets is None; (G, N, K) weights are needed then")
+        offsets = torch.arange(x.shape[0] + 1, device=x.device) * x.shape[1]
+        x = x.reshape(-1, x.shape[2])
+    x = checks.matrix("x", x, "capacity")
+    offsets = checks.offsets(offsets)
+    checks.same_device(x=x, offsets=offsets)
+    _check_options(fmt, rowwise, columnwise, layout, ("compact", "swizzled"))
+    amax = _check_amax(amax, fmt, x, offsets.shape[0] - 1)
+    rng = _check_rng(rng, generator, fmt, x)
+    shape = (x.shape[0], x.shape[1])
+    args = (x, offsets, fmt.spec(), rowwise, columnwise, layout, amax, rng)
+    if out is not None:
+        targets = _out_tensors(out, GroupedTensor, fmt, shape, rowwise, columnwise, layout)
+        checks.shape("out.offsets", out.offsets, tuple(offsets.shape), "as offsets")
+        torch.ops.blockscale.quantize_grouped_out(*args, [*targets, out.offsets])
+        return out
+    tensors = torch.ops.blockscale.quantize_grouped(*args)
+    row, column = planes_from_list(tensors, fmt, rowwise, columnwise, layout)
+    return GroupedTensor(shape, fmt, row, column, offsets)
+
+
+def _check_options(fmt: object, rowwise: bool, columnwise: bool, layout: str, legal: tuple[str, ...]) -> None:
+    if not isinstance(fmt, Format) or type(fmt) is Format:
+        raise TypeError(f"fmt is {type(fmt).__name__}; a format such as MXFP8() is needed")
+    if not (rowwise or columnwise):
+        raise ValueError("rowwise=False and columnwise=False: at least one plane must be asked for")
+    if not isinstance(fmt, TILED_FORMATS):
+        legal = tuple(name for name in legal if "swizzled" not in name)
+    if layout not in legal:
+        raise ValueError(f"layout={layout!r} is not legal for {fmt.kind} here; legal: {', '.join(map(repr, legal))}")
+
+
+def _check_amax(amax: Tensor | None, fmt: Format, x: Tensor, num_groups: int) -> Tensor | None:
+    if amax is None:
+        return None
+    if not fmt.has_amax:
+        raise ValueError(f"amax is given but {fmt.kind} has no global scale; leave it None")
+    checks.dtype("amax", amax, (torch.float32,))
+    if tuple(amax.shape) not in ((num_groups,), (2, num_groups)):
+        raise ValueError(f"amax has shape {tuple(amax.shape)}; ({num_groups},) or (2, {num_groups}) is needed")
+    checks.same_device(x=x, amax=amax)
+    return amax
+
+
+def _check_rng(rng: Tensor | None, generator: torch.Generator | None, fmt: Format, x: Tensor) -> Tensor | None:
+    if not getattr(fmt, "stochastic", False):
+        return None
+    if rng is None:
+        return rng_from(generator, x.device)
+    if generator is not None:
+        raise ValueError("rng and generator are both given; one of them is needed")
+    checks.same_device(x=x, rng=checks.rng(rng))
+    return rng
+
+
+def _out_tensors(
+    out: object, kind: type, fmt: Format, shape: tuple[int, int], rowwise: bool, columnwise: bool, layout: str
+) -> list[Tensor]:
+    if not isinstance(out, (BlockScaledTensor, GroupedTensor)) or not isinstance(out, kind):
+        raise TypeError(f"out is {type(out).__name__}; a {kind.__name__} is needed")
+    if out.shape != shape or out.format != fmt:
+        raise ValueError(f"out is {out.shape} {out.format.spec()}; {shape} {fmt.spec()} is needed")
+    targets: list[Tensor] = []
+    for name, asked in (("rowwise", rowwise), ("columnwise", columnwise)):
+        plane = getattr(out, name)
+        if (plane is not None) != asked:
+            raise ValueError(f"out.{name} is {'absent' if asked else 'there'} but {name}={asked}")
+        if plane is not None:
+            if plane.layout != layout:
+                raise ValueError(f"out.{name}.layout={plane.layout!r} but layout={layout!r}")
+            targets += (plane.data, plane.scale, plane.data.new_empty(0, dtype=torch.float32) if plane.amax is None else plane.amax)
+    return targets
+
+
+def _quantize(
+    x: Tensor, fmt: str, rowwise: bool, columnwise: bool, layout: str, amax: Tensor | None, rng: Tensor | None
+) -> list[Tensor]:
+    return reference.quantize(x, parse(fmt), rowwise, columnwise, layout, amax, rng)
+
+
+def _quantize_grouped(
+    x: Tensor, offsets: Tensor, fmt: str, rowwise: bool, columnwise: bool, layout: str, amax: Tensor | None, rng: Tensor | None
+) -> list[Tensor]:
+    checks.offset_values(offsets, x.shape[0])
+    return reference.quantize_grouped(x, offsets, parse(fmt), rowwise, columnwise, layout, amax, rng)
+
+
+def _quantize_out(
+    x: Tensor, fmt: str, rowwise: bool, columnwise: bool, layout: str, amax: Tensor | None, rng: Tensor | None, out: list[Tensor]
+) -> None:
+    for target, source in zip(out, _quantize(x, fmt, rowwise, columnwise, layout, amax, rng), strict=True):
+        target.copy_(source)
+
+
+def _quantize_grouped_out(
+    x: Tensor,
+    offsets: Tensor,
+    fmt: str,
+    rowwise: bool,
+    columnwise: bool,
+    layout: str,
+    amax: Tensor | None,
+    rng: Tensor | None,
+    out: list[Tensor],
+) -> None:
+    planes = _quantize_grouped(x, offsets, fmt, rowwise, columnwise, layout, amax, rng)
+    for target, source in zip(out, [*planes, offsets], strict=True):
+        target.copy_(source)
+
+
+def _fake_planes(x: Tensor, fmt: Format, shapes: list[tuple[tuple[int, ...], tuple[int, ...]]], G: int) -> list[Tensor]:
+    scale_dtype = torch.uint8 if isinstance(fmt, TILED_FORMATS) else torch.float32
+    result: list[Tensor] = []
+    for data, scale in shapes:
+        result.append(x.new_empty(data, dtype=torch.uint8))
+        result.append(x.new_empty(scale, dtype=scale_dtype))
+        result.append(x.new_empty(G if fmt.has_amax else 0, dtype=torch.float32))
+    return result
+
+
+def _asked(rowwise: bool, columnwise: bool) -> list[str]:
+    return [name for name, asked in (("rowwise", rowwise), ("columnwise", columnwise)) if asked]
+
+
+def _quantize_fake(
+    x: Tensor, fmt: str, rowwise: bool, columnwise: bool, layout: str, amax: Tensor | None, rng: Tensor | None
+) -> list[Tensor]:
+    f, (M, K) = parse(fmt), x.shape
+    return _fake_planes(x, f, [plane_shapes(f, M, K, p, layout) for p in _asked(rowwise, columnwise)], 1)
+
+
+def _quantize_grouped_fake(
+    x: Tensor, offsets: Tensor, fmt: str, rowwise: bool, columnwise: bool, layout: str, amax: Tensor | None, rng: Tensor | None
+) -> list[Tensor]:
+    return fake_grouped(x, x.shape[0], x.shape[1], offsets.shape[0] - 1, parse(fmt), rowwise, columnwise, layout)
+
+
+def fake_grouped(
+    x: Tensor, capacity: int, K: int, G: int, fmt: Format, rowwise: bool, columnwise: bool, layout: str
+) -> list[Tensor]:
+    """Empty planes of a grouped tensor, in the operators' order."""
+    asked = _asked(rowwise, columnwise)
+    return _fake_planes(x, fmt, [grouped_plane_shapes(fmt, capacity, K, G, p, layout) for p in asked], G)
+
+
+_PLAIN = "Tensor x, str fmt, bool rowwise, bool columnwise, str layout, Tensor? amax, Tensor? rng"
+_GROUPED = _PLAIN.replace("Tensor x,", "Tensor x, Tensor offsets,")
+registry.define(f"quantize({_PLAIN}) -> Tensor[]", _quantize, _quantize_fake)
+registry.define(f"quantize_grouped({_GROUPED}) -> Tensor[]", _quantize_grouped, _quantize_grouped_fake)
+registry.define(f"quantize_out({_PLAIN}, Tensor(a!)[] out) -> ()", _quantize_out, lambda *args: None)
+registry.define(f"quantize_grouped_out({_GROUPED}, Tensor(a!)[] out) -> ()", _quantize_grouped_out, lambda *args: None)

@@ -1,0 +1,1 @@
+"""The meaning of every operator, in plain torch: the specification that runs."""

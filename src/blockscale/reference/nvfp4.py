@@ -1,0 +1,148 @@
+"""The meaning of NVFP4 quantization, in plain torch.
+
+Works on rows of blocks: ``x_RBv`` (R rows, B blocks along the contraction, v = 16 elements); the columnwise plane hands
+its transposed tiles in the same form, R = (T, K): T tiles of 128 slots, K columns. P slots, G groups.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blockscale.formats import NVFP4, decode, encode, pack_e2m1
+from blockscale.formats.scales import FLT_MAX, divide, nvfp4_encode_scale, reciprocal_f32
+from blockscale.layouts import TILE, TileMap
+from blockscale.reference.philox import philox
+from blockscale.reference.planes import Planes, block_amax, group_amax, of_tile
+from blockscale.tensors.arrange import Logical
+
+BLOCK = 16
+HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+def block_scale(amax_b: Tensor, s_enc: Tensor) -> Tensor:
+    """E4M3 code of a block's scale from its amax and the (broadcast) S_enc; NaN -> 0x7F."""
+    return encode((amax_b * (s_enc * reciprocal_f32(6.0))).clamp_(max=FLT_MAX), "e4m3")
+
+
+def hadamard(x_RBv: Tensor) -> Tensor:
+    """16-point random Hadamard transform of each block in the stated order, rounded to bfloat16, as float32."""
+    v = x_RBv * torch.tensor(HADAMARD_SIGNS, dtype=torch.float32, device=x_RBv.device)
+    for h in (1, 2, 4, 8):
+        pairs = v.view(*v.shape[:-1], BLOCK // (2 * h), 2, h)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        v = torch.stack((low + high, low - high), dim=-2).view(v.shape)
+    return (v / 4).to(torch.bfloat16).float()
+
+
+def random_bits(rng: Tensor, j_B: Tensor, i_RB: Tensor, g_RB: Tensor, plane: int) -> Tensor:
+    """int64 (R, B, 16) in 0..65535: one Philox call per block, two uses of each byte pair.
+
+    Args:
+        rng: int64[2], (seed, offset).
+        j_B, i_RB, g_RB: block along the contraction, other index (both within the group), group; broadcast together.
+        plane: 0 rowwise, 1 columnwise.
+    """
+    words = philox(rng[0], j_B, i_RB, g_RB, 2 * rng[1] + plane)
+    t = torch.arange(BLOCK, device=rng.device)
+    word, turn = words[..., t >> 2], 8 * (t & 3)
+    return ((word >> turn) | (word << (32 - turn))) & 0xFFFF
+
+
+def stochastic_codes(y: Tensor, bits: Tensor) -> Tensor:
+    """E2M1 codes of float32 ``y`` rounded up with probability close to the fraction of the step."""
+    a = y.abs().clamp_(max=6.0)
+    step = torch.full_like(a, 2.0).masked_fill_(a < 4, 1.0).masked_fill_(a < 2, 0.5)
+    n = (a / step).floor()
+    up = (a / step - n) * 65536 > bits + 0.5
+    return encode(torch.copysign(step * (n + up), y), "e2m1")
+
+
+def quantize_rows(
+    x_RBv: Tensor, amax_g: Tensor, nan: str, scale_RB: Tensor | None = None, bits: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of rows of blocks.
+
+    Args:
+        x_RBv: float32.
+        amax_g: float32, the global amax of each block, broadcast to (R, B).
+        nan: "propagate" or "ignore".
+        scale_RB: the block scales when decided elsewhere (16x16).
+        bits: random bits (R, B, 16) for stochastic rounding.
+
+    Returns:
+        uint8 (R, B, 16) unpacked E2M1 codes and uint8 (R, B) E4M3 scale codes.
+    """
+    s_enc = nvfp4_encode_scale(amax_g)
+    if scale_RB is None:
+        scale_RB = block_scale(block_amax(x_RBv.abs(), nan), s_enc)
+    enc = divide(1.0, decode(scale_RB, "e4m3") * divide(1.0, s_enc)).clamp_(max=FLT_MAX)
+    y = x_RBv * enc[..., None]
+    codes = encode(y, "e2m1") if bits is None else stochastic_codes(y, bits)
+    return codes, scale_RB
+
+
+def quantize_planes(
+    frame_PK: Tensor,
+    tiles: TileMap,
+    fmt: NVFP4,
+    rowwise: bool,
+    columnwise: bool,
+    amax: Tensor | None,
+    rng: Tensor | None,
+) -> Planes:
+    """Both planes of a float32 frame (P, K); ``amax`` float32 (2, G) when given, ``rng`` int64[2] when stochastic."""
+    T, (P, K) = tiles.num_tiles, frame_PK.shape
+    x_PBv = F.pad(frame_PK, (0, -K % BLOCK)).view(P, -1, BLOCK)
+    square = block_amax(x_PBv.abs(), fmt.nan).view(P // BLOCK, BLOCK, -1).mT if fmt.is_2d else None
+    square = None if square is None else block_amax(square, fmt.nan)
+    row, column = None, None
+    if rowwise:
+        row = _rows(x_PBv, tiles, fmt, K, square, None if amax is None else amax[0], rng)
+    if columnwise:
+        x_TKBv = frame_PK.view(T, TILE, K).mT.reshape(T, K, TILE // BLOCK, BLOCK)
+        column = _columns(x_TKBv, tiles, fmt, square, None if amax is None else amax[1], rng)
+    return row, column
+
+
+def _rows(
+    x_PBv: Tensor, tiles: TileMap, fmt: NVFP4, K: int, square: Tensor | None, amax: Tensor | None, rng: Tensor | None
+) -> Logical:
+    P, B, _ = x_PBv.shape
+    amax = group_amax(x_PBv, tiles) if amax is None else amax
+    amax_P1 = of_tile(amax, tiles).repeat_interleave(TILE)[:, None]
+    scale, bits = None, None
+    if square is not None:
+        scale = block_scale(square.repeat_interleave(BLOCK, 0), nvfp4_encode_scale(amax_P1))
+    if fmt.stochastic:
+        assert rng is not None
+        local_P = tiles.local.repeat_interleave(TILE) * TILE + torch.arange(TILE, device=rng.device).repeat(len(tiles.local))
+        group_P1 = tiles.group.repeat_interleave(TILE)[:, None]
+        bits = random_bits(rng, torch.arange(B, device=rng.device), local_P[:, None], group_P1, plane=0)
+    codes, scale = quantize_rows(x_PBv, amax_P1, fmt.nan, scale, bits)
+    present = (torch.arange(B * BLOCK, device=codes.device) < K) & (tiles.source >= 0)[:, None]
+    return Logical(pack_e2m1(codes.view(P, B * BLOCK).masked_fill_(~present, 0)), scale, amax)
+
+
+def _columns(
+    x_TKBv: Tensor, tiles: TileMap, fmt: NVFP4, square: Tensor | None, amax: Tensor | None, rng: Tensor | None
+) -> Logical:
+    T, K, B, _ = x_TKBv.shape
+    present = (tiles.source >= 0).view(T, 1, B, BLOCK)
+    if fmt.hadamard:  # all outputs of a block with a live row are kept
+        present = present.any(-1, keepdim=True)
+        x_TKBv = hadamard(x_TKBv)
+    amax = group_amax(x_TKBv, tiles) if amax is None else amax
+    amax_T11 = of_tile(amax, tiles)[:, None, None]
+    scale, bits = None, None
+    if square is not None:
+        square_TKB = square.view(T, B, -1).mT.repeat_interleave(BLOCK, 1)[:, :K]
+        scale = block_scale(square_TKB, nvfp4_encode_scale(amax_T11))
+    if fmt.stochastic:
+        assert rng is not None
+        local_T1B = (tiles.local[:, None] * B + torch.arange(B, device=rng.device))[:, None]
+        column_K1 = torch.arange(K, device=rng.device)[:, None]
+        bits = random_bits(rng, local_T1B, column_K1, tiles.group[:, None, None], plane=1)
+    codes, scale = quantize_rows(x_TKBv, amax_T11, fmt.nan, scale, bits)
+    return Logical(pack_e2m1(codes.masked_fill_(~present, 0).view(T, K, TILE)), scale, amax)

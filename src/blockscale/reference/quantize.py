@@ -1,0 +1,70 @@
+"""The meaning of ``quantize`` and ``quantize_grouped``: planes of a tensor, plain or grouped, on any device.
+
+A plain tensor is one group; only the arrangement at the end differs. Each group starts on a tile of 128 rows of a frame
+(see ``layouts.TileMap``), so no block spans two groups, and rows outside every group are zero before anything is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from blockscale.formats import MXFP8, NVFP4, Format, FP8Block, FP8Tensor
+from blockscale.layouts import PLANES, TileMap
+from blockscale.reference import fp8, mxfp8, nvfp4
+from blockscale.reference.planes import Planes
+from blockscale.tensors.arrange import Logical, place_grouped, place_plain
+
+
+def quantize_frame(
+    x: Tensor, tiles: TileMap, fmt: Format, rowwise: bool, columnwise: bool, amax: Tensor | None, rng: Tensor | None
+) -> Planes:
+    """Quantize the live rows of ``x`` (capacity, K) in the asked planes, before arrangement."""
+    frame_PK = tiles.to_frame(x).float()
+    if amax is not None:
+        amax = amax.reshape(-1, tiles.num_groups).expand(2, tiles.num_groups)
+    if isinstance(fmt, MXFP8):
+        return mxfp8.quantize_planes(frame_PK, fmt, rowwise, columnwise)
+    if isinstance(fmt, NVFP4):
+        return nvfp4.quantize_planes(frame_PK, tiles, fmt, rowwise, columnwise, amax, rng)
+    if isinstance(fmt, FP8Tensor):
+        return fp8.quantize_tensor_planes(frame_PK, tiles, fmt, rowwise, columnwise, amax)
+    assert isinstance(fmt, FP8Block)
+    return fp8.quantize_block_planes(frame_PK, tiles, fmt, rowwise, columnwise)
+
+
+def quantize(
+    x: Tensor, fmt: Format, rowwise: bool, columnwise: bool, layout: str, amax: Tensor | None, rng: Tensor | None
+) -> list[Tensor]:
+    """Planes of a plain tensor (M, K): data, scale, amax of the rowwise plane, then of the columnwise one."""
+    shape = (x.shape[0], x.shape[1])
+    tiles = TileMap(torch.tensor([0, shape[0]], device=x.device), shape[0])
+    planes = quantize_frame(x, tiles, fmt, rowwise, columnwise, amax, rng)
+    return _collect(planes, lambda plane, which: place_plain(plane, fmt, which, layout, shape))
+
+
+def quantize_grouped(
+    x: Tensor,
+    offsets: Tensor,
+    fmt: Format,
+    rowwise: bool,
+    columnwise: bool,
+    layout: str,
+    amax: Tensor | None,
+    rng: Tensor | None,
+) -> list[Tensor]:
+    """Planes of a grouped tensor (capacity, K), in the same order."""
+    tiles = TileMap(offsets, x.shape[0])
+    planes = quantize_frame(x, tiles, fmt, rowwise, columnwise, amax, rng)
+    return _collect(planes, lambda plane, which: place_grouped(plane, fmt, which, layout, tiles))
+
+
+def _collect(planes: Planes, place: Callable[[Logical, str], tuple[Tensor, Tensor]]) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    for plane, which in zip(planes, PLANES, strict=True):
+        if plane is not None:
+            amax = plane.scale.new_empty(0, dtype=torch.float32) if plane.amax is None else plane.amax
+            tensors += (*place(plane, which), amax)
+    return tensors

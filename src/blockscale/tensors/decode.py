@@ -1,0 +1,78 @@
+"""Values of a quantized plane: exact operands for a matrix product, and the dequantized tensor.
+
+Legend: P slots of the frame, T tiles of 128 slots, K columns, G groups.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blockscale.formats import MXFP8, NVFP4, Format, FP8Block, FP8Tensor, decode, e8m0_decode, unpack_e2m1
+from blockscale.formats.scales import nvfp4_decode_scale
+from blockscale.layouts import TILE, TileMap
+from blockscale.tensors.arrange import Logical
+
+
+def element_values(plane: Logical, fmt: Format) -> Tensor:
+    """float32 element values, no scale applied: rowwise (P, K'), columnwise (P, K) or transposed (T, K, 128)."""
+    codes = unpack_e2m1(plane.data) if isinstance(fmt, NVFP4) else plane.data
+    return decode(codes.contiguous(), fmt.element)
+
+
+def block_scales(plane: Logical, fmt: Format) -> Tensor:
+    """float32 block scales in the shape of ``plane.scale`` (FP8 per tensor: not called)."""
+    if isinstance(fmt, MXFP8):
+        return e8m0_decode(plane.scale)
+    return decode(plane.scale.contiguous(), "e4m3") if isinstance(fmt, NVFP4) else plane.scale
+
+
+def global_scale(plane: Logical, fmt: Format) -> Tensor | None:
+    """float32 (G,): what remains to multiply after the block scales; None for formats without one."""
+    if isinstance(fmt, NVFP4):
+        assert plane.amax is not None
+        return nvfp4_decode_scale(plane.amax)
+    return plane.scale if isinstance(fmt, FP8Tensor) else None
+
+
+def values(plane: Logical, fmt: Format, which: str, tiles: TileMap, K: int, *, with_global: bool) -> Tensor:
+    """float32 (P, K) of a plane in its frame; empty slots are zero, whatever the buffers hold there.
+
+    Args:
+        with_global: multiply by the global scale too, in the order that dequantization is defined. Without it the
+            result is the operand of a matrix product, whose accumulator is multiplied by alpha afterwards.
+    """
+    q = element_values(plane, fmt)
+    total = global_scale(plane, fmt)
+    per_tile = None if total is None or not with_global else F.pad(total, (0, 1))[tiles.group]
+    T, P = tiles.num_tiles, tiles.num_tiles * TILE
+    if T == 0:
+        return q.new_zeros((0, K))
+    if isinstance(fmt, FP8Tensor):
+        x = q if which == "rowwise" else q.mT.reshape(P, K)
+        x = x if per_tile is None else x * per_tile.repeat_interleave(TILE)[:, None]
+    else:
+        s = block_scales(plane, fmt)
+        if per_tile is not None:
+            s = s * per_tile.repeat_interleave(s.shape[0] // T).view(-1, *(1,) * (s.dim() - 1))
+        x = _times_blocks(q, s, fmt, which, T, K)
+    live = tiles.source >= 0
+    if isinstance(fmt, NVFP4) and fmt.hadamard and which == "columnwise":  # a partial transform block is wholly data
+        live = live.view(-1, fmt.block_length).any(1).repeat_interleave(fmt.block_length)
+    return x.masked_fill(~live[:, None], 0)
+
+
+def _times_blocks(q: Tensor, s: Tensor, fmt: Format, which: str, T: int, K: int) -> Tensor:
+    v = fmt.block_length
+    if which == "rowwise":
+        if isinstance(fmt, FP8Block) and fmt.is_2d:
+            s = s.repeat_interleave(TILE, 0)
+        return q[:, :K] * s.repeat_interleave(v, 1)[:, :K]
+    if isinstance(fmt, MXFP8):
+        return q * s.repeat_interleave(v, 0)
+    if isinstance(fmt, FP8Block):
+        if fmt.is_2d:
+            s = s.repeat_interleave(TILE, 1)[:, :K]
+        return (q * s[..., None]).mT.reshape(T * TILE, K)
+    return (q * s.repeat_interleave(v, 2)).mT.reshape(T * TILE, K)

@@ -1,0 +1,50 @@
+"""Shapes of planes from metadata alone. Legend: M rows, K columns, G groups, T tiles of 128 rows."""
+
+from __future__ import annotations
+
+from blockscale.formats import MXFP8, Format, FP8Block, FP8Tensor
+from blockscale.layouts import ceil_div, round_up, tile_capacity
+from blockscale.tensors.arrange import linear_shape, row_bytes, whole_scale
+
+
+def plane_shapes(fmt: Format, M: int, K: int, which: str, layout: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of data and scale of a plain plane, from metadata alone."""
+    packed = which == "rowwise" or isinstance(fmt, MXFP8)
+    data = (M, row_bytes(fmt, K)) if packed else (K, row_bytes(fmt, M))
+    if isinstance(fmt, FP8Tensor):
+        return data, (1,)
+    if isinstance(fmt, FP8Block):
+        if fmt.is_2d:
+            return data, (ceil_div(M, 128), ceil_div(K, 128))
+        return data, ((M, ceil_div(K, 128)) if which == "rowwise" else (ceil_div(M, 128), K))
+    rows, columns = linear_shape(fmt, which, (M, K))
+    mx_column = isinstance(fmt, MXFP8) and which == "columnwise"
+    if layout == "linear":
+        return data, (rows, columns)
+    i, j = (columns, rows) if mx_column else (rows, columns)
+    i, j = round_up(i, 8 if layout == "swizzled_8x4" else 128), round_up(j, 4)
+    if layout == "compact":
+        return data, ((j, i) if mx_column else (i, j))
+    return data, (i * j,)
+
+
+def grouped_plane_shapes(
+    fmt: Format, capacity: int, K: int, G: int, which: str, layout: str
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of data and scale of a grouped plane, from metadata alone."""
+    T, Kp = tile_capacity(capacity, G), round_up(K, 128)
+    packed = which == "rowwise" or isinstance(fmt, MXFP8)
+    data: tuple[int, ...] = (capacity, row_bytes(fmt, K)) if packed else (T * K * row_bytes(fmt, 128),)
+    if isinstance(fmt, FP8Tensor):
+        return data, (G,)
+    if whole_scale(fmt):
+        return data, (T, Kp // 128)
+    if isinstance(fmt, FP8Block):
+        return data, ((capacity, Kp // 128) if which == "rowwise" else (T, K))
+    if which == "rowwise":
+        scale: tuple[int, ...] = (128 * T, round_up(ceil_div(K, fmt.block_length), 4))
+    elif isinstance(fmt, MXFP8):
+        scale = (4 * T, Kp)
+    else:
+        scale = (8 * Kp * T,)
+    return data, ((scale[0] * scale[1],) if layout == "swizzled" and len(scale) == 2 else scale)

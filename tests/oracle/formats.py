@@ -1,0 +1,70 @@
+"""One entry for all formats: a name and its options, as the package's constructors take them."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from . import fp8, layouts, mxfp8, nvfp4
+from .blocks import Plane
+
+PLANES = ("rowwise", "columnwise")
+
+
+@dataclass(frozen=True)
+class Format:
+    """name "MXFP8", "NVFP4", "FP8Tensor" or "FP8Block", and the constructor's options."""
+
+    name: str
+    options: dict = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "-".join([self.name] + [f"{k}={v}".replace(" ", "") for k, v in self.options.items()])
+
+    @property
+    def mx(self) -> bool:
+        """MXFP8: its columnwise plane is not transposed."""
+        return self.name == "MXFP8"
+
+    @property
+    def has_amax(self) -> bool:
+        """NVFP4 and FP8Tensor take and hold an amax."""
+        return self.name in ("NVFP4", "FP8Tensor")
+
+    @property
+    def has_codes(self) -> bool:
+        """MXFP8 and NVFP4: uint8 scales with layouts."""
+        return self.name in ("MXFP8", "NVFP4")
+
+    def option(self, name: str, default: object) -> object:
+        """An option or its default."""
+        return self.options.get(name, default)
+
+
+def quantize(x: np.ndarray, fmt: Format, **extra: object) -> dict[str, Plane]:
+    """Both planes of x (M, K) float32. extra: amax (NVFP4, FP8Tensor), rng and group (NVFP4)."""
+    function = {
+        "MXFP8": mxfp8.quantize,
+        "NVFP4": nvfp4.quantize,
+        "FP8Tensor": fp8.quantize_tensor,
+        "FP8Block": fp8.quantize_block,
+    }[fmt.name]
+    return function(np.asarray(x, dtype=np.float32), **fmt.options, **extra)
+
+
+def scale_buffer(plane: Plane, fmt: Format, which: str, layout: str) -> np.ndarray:
+    """The scale as the package stores it in a plain tensor."""
+    if not fmt.has_codes:
+        return plane.scale
+    return layouts.arrange(plane.scale, layout, fmt.mx and which == "columnwise")
+
+
+def dequantize(plane: Plane, fmt: Format, which: str, shape: tuple[int, int]) -> np.ndarray:
+    """float32 (M, K)."""
+    element = {"element": fmt.option("element", "e4m3")}
+    if fmt.name == "MXFP8":
+        return mxfp8.dequantize(plane, which, shape, **element)
+    if fmt.name == "NVFP4":
+        return nvfp4.dequantize(plane, which, shape)
+    if fmt.name == "FP8Tensor":
+        return fp8.dequantize_tensor(plane, which, shape, **element)
+    return fp8.dequantize_block(plane, which, shape, **element, block=fmt.option("block", (1, 128)))

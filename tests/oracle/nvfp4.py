@@ -1,0 +1,131 @@
+"""NVFP4: E2M1 elements, one E4M3 scale per 16 along the contraction, one float32 amax per tensor."""
+
+import numpy as np
+
+from . import codes, philox
+from .blocks import Plane, amax, ceil_div, over_blocks, over_tiles, row_blocks, tiles
+
+F32 = np.float32
+V = 16
+SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], dtype=F32)
+
+
+def global_scales(tensor_amax: np.ndarray) -> tuple[np.float32, np.float32]:
+    """(S_enc, S_dec) of a tensor's amax."""
+    tensor_amax = F32(tensor_amax)
+    if tensor_amax == 0:
+        return F32(1), F32(1)
+    with np.errstate(all="ignore"):
+        encode = min(F32(2688) / tensor_amax, codes.FLT_MAX)
+    encode = F32(1) if encode == 0 else F32(encode)
+    return encode, F32(1) / encode
+
+
+def block_scales(block_amax: np.ndarray, encode: np.float32) -> np.ndarray:
+    """E4M3 codes of the block scales."""
+    with np.errstate(all="ignore"):
+        product = block_amax * (encode * (F32(1) / F32(6)))
+    return codes.encode(np.minimum(product, codes.FLT_MAX), "e4m3")
+
+
+def encode_factors(scale: np.ndarray, decode: np.float32) -> np.ndarray:
+    """enc of every block, float32."""
+    with np.errstate(all="ignore"):
+        return np.minimum(F32(1) / (codes.decode(scale, "e4m3") * decode), codes.FLT_MAX)
+
+
+def hadamard_transform(columns: np.ndarray) -> np.ndarray:
+    """The 16-point transform of [..., 16] float32, bfloat16 values in float32."""
+    with np.errstate(all="ignore"):
+        v = SIGNS * columns
+        index = np.arange(V)
+        for h in (1, 2, 4, 8):
+            low = index[(index & h) == 0]
+            total, difference = v[..., low] + v[..., low + h], v[..., low] - v[..., low + h]
+            v = v.copy()
+            v[..., low], v[..., low + h] = total, difference
+        return codes.to_bf16(v / F32(4))
+
+
+def stochastic_codes(y: np.ndarray, r: np.ndarray) -> np.ndarray:
+    """E2M1 codes of y with the random bits r, element by element."""
+    a = np.minimum(np.abs(y), F32(6))
+    step = np.where(a < 2, F32(0.5), np.where(a < 4, F32(1), F32(2)))
+    quotient = np.where(np.isnan(y), F32(0), a / step)
+    n = np.floor(quotient)
+    fraction = (quotient - n).astype(np.float64)
+    magnitude = step * (n + (65536 * fraction > r + 0.5))
+    return codes.encode(np.where(np.isnan(y), y, np.copysign(magnitude.astype(F32), y)), "e2m1")
+
+
+def _elements(
+    cut: np.ndarray, scale: np.ndarray, decode: np.float32, width: int, random: np.ndarray | None
+) -> np.ndarray:
+    """Packed codes (R, 8*blocks) of (R, blocks, 16); elements past width are absent."""
+    with np.errstate(all="ignore"):
+        y = cut * encode_factors(scale, decode)[..., None]
+    q = codes.encode(y, "e2m1") if random is None else stochastic_codes(y, random)
+    q = np.where((scale == 0x7F)[..., None], np.uint8(7), q)
+    q = q.reshape(q.shape[0], q.shape[1] * V)
+    q[:, width:] = 0
+    return codes.pack_e2m1(q)
+
+
+def _plane(
+    cut: np.ndarray, scale: np.ndarray, has_nan: np.ndarray, nan: str, decode: np.float32, width: int, random
+) -> tuple[np.ndarray, np.ndarray]:
+    scale = np.where(has_nan & (nan == "propagate"), np.uint8(0x7F), scale).astype(np.uint8)
+    return _elements(cut, scale, decode, width, random), scale
+
+
+def quantize(
+    x: np.ndarray,
+    block: tuple = (1, 16),
+    hadamard: bool = False,
+    stochastic: bool = False,
+    nan: str = "propagate",
+    amax: tuple | None = None,
+    rng: tuple[int, int] = (0, 0),
+    group: int = 0,
+) -> dict[str, Plane]:
+    """Both planes of x (M, K). amax: (rowwise, columnwise) given maxima; rng: (seed, offset); group: its number.
+
+    Row plane: data (M, 8*ceil(K/16)), scale (M, ceil(K/16)).
+    Column plane: data (K, 8*ceil(M/16)), scale (K, ceil(M/16)).
+    """
+    result = {}
+    for number, name in enumerate(("rowwise", "columnwise")):
+        stored = x if number == 0 else np.ascontiguousarray(x.T)
+        given = None if amax is None else amax[number]
+        transform = hadamard and number == 1
+        result[name] = _quantize_stored(stored, number, block, transform, stochastic, nan, given, rng, group)
+    return result
+
+
+def _quantize_stored(stored, number, block, transform, stochastic, nan, given, rng, group) -> Plane:
+    """One plane; `stored` is x or its transpose."""
+    rows, width = stored.shape
+    cut = row_blocks(stored, V)
+    if transform:
+        cut, width = hadamard_transform(cut), ceil_div(width, V) * V
+    tensor_amax = amax(cut) if given is None else F32(given)
+    encode, decode = global_scales(tensor_amax)
+    if block == (1, 16):
+        scale, has_nan = block_scales(amax(cut, -1), encode), np.isnan(cut).any(-1)
+    else:
+        square = tiles(stored, V)
+        scale = over_tiles(block_scales(amax(square, -1), encode), V, rows)
+        has_nan = over_tiles(np.isnan(square).any(-1), V, rows)
+    random = philox.block_bits(rows, cut.shape[1], rng, group, number) if stochastic else None
+    data, scale = _plane(cut, scale, has_nan, nan, decode, width, random)
+    return Plane(data, scale, np.array([tensor_amax], dtype=F32))
+
+
+def dequantize(plane: Plane, which: str, shape: tuple[int, int]) -> np.ndarray:
+    """float32 (M, K); the column plane transposed back, the Hadamard transform not undone."""
+    _, decode = global_scales(plane.amax[0])
+    width = shape[1] if which == "rowwise" else shape[0]
+    with np.errstate(all="ignore"):
+        factor = over_blocks(codes.decode(plane.scale, "e4m3") * decode, V, width)
+        values = codes.decode(codes.unpack_e2m1(plane.data)[:, :width], "e2m1") * factor
+    return values if which == "rowwise" else np.ascontiguousarray(values.T)
