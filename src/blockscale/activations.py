@@ -50,9 +50,7 @@ class Activation:
             raise ValueError(f"interleave={interleave} is not legal; it must be None or at least 1")
         unit = 2 * (interleave or 1)
         if columns % unit:
-            raise ValueError(
-                f"h has {columns} columns; {self.kind} with interleave={interleave} needs a multiple of {unit}"
-            )
+            raise ValueError(f"h has {columns} columns; {self.kind} with interleave={interleave} needs a multiple of {unit}")
         return columns // 2
 
 

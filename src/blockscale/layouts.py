@@ -61,9 +61,7 @@ def _from_tiles(flat: Tensor, shape: tuple[int, int], rows: int, bands: int, pla
     r, c = shape if plane == "rowwise" else shape[::-1]
     padded_r, padded_c = round_up(r, rows), round_up(c, 4)
     if flat.numel() != padded_r * padded_c:
-        raise ValueError(
-            f"flat has {flat.numel()} elements; shape={tuple(shape)} in the {plane} plane needs {padded_r * padded_c}"
-        )
+        raise ValueError(f"flat has {flat.numel()} elements; shape={tuple(shape)} in the {plane} plane needs {padded_r * padded_c}")
     tiles = flat.reshape(padded_r // rows, padded_c // 4, rows // bands, bands, 4)
     scale = tiles.permute(0, 3, 2, 1, 4).reshape(padded_r, padded_c)[:r, :c]
     return _contraction_last(scale, plane).contiguous()

@@ -198,9 +198,7 @@ def _gradient_table(result: JobResult) -> Table:
     columns = [Column("name", "matrix", align="left")]
     columns += [Column(state.recipe, CHOICES[state.recipe].label, show.fixed(4)) for state in compared]
     names = list(result.states[0].measurement.gradient_errors)
-    rows = [
-        {"name": name, **{state.recipe: state.measurement.gradient_errors[name] for state in compared}} for name in names
-    ]
+    rows = [{"name": name, **{state.recipe: state.measurement.gradient_errors[name] for state in compared}} for name in names]
     note = (
         "Relative Frobenius error against bf16's gradient of the same batch and weights. "
         "Later blocks inherit what earlier ones change, routing included."

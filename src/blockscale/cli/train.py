@@ -50,22 +50,27 @@ def _option(default: object, text: str, *names: str, panel: str | None = None) -
 
 def train(
     data: Annotated[
-        str | None, _option("the Python standard library's sources", "Text to learn: a file, or a folder read whole.", "--data")
+        str | None,
+        _option("the Python standard library's sources", "Text to learn: a file, or a folder read whole.", "--data"),
     ] = None,
     recipe: Annotated[
         str | None,
         _option(
-            ",".join(DEFAULTS.recipes), "Recipes, separated by commas: bf16, mxfp8, nvfp4, fp8block, fp8current.", "--recipe"
+            ",".join(DEFAULTS.recipes),
+            "Recipes, separated by commas: bf16, mxfp8, nvfp4, fp8block, fp8current.",
+            "--recipe",
         ),
     ] = None,
     steps: Annotated[int | None, _option(DEFAULTS.training.steps, "Training steps of each recipe.", "--steps")] = None,
     out: Annotated[Path, typer.Option("--out", help="Folder for checkpoints, tables, curves and report.")] = Path("runs/train"),
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in --out, with its own settings, from its newest checkpoints.")
+        bool,
+        typer.Option("--resume", help="Go on with the run in --out, with its own settings, from its newest checkpoints."),
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Discard the run that --out holds and start anew.")] = False,
     seed: Annotated[
-        int | None, _option(DEFAULTS.seed, "Seed of the initial weights, the batches and stochastic rounding.", "--seed")
+        int | None,
+        _option(DEFAULTS.seed, "Seed of the initial weights, the batches and stochastic rounding.", "--seed"),
     ] = None,
     device: Annotated[str | None, _option("auto", "auto (the GPU when there is one), cpu, cuda.", "--device")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print results.json on stdout instead of tables.")] = False,
@@ -80,7 +85,8 @@ def train(
         int | None, _option(DEFAULTS.model.experts.top_k, "Experts a byte is sent to.", "--top-k", panel=_MODEL)
     ] = None,
     intermediate: Annotated[
-        int | None, _option(DEFAULTS.model.experts.intermediate, "Width inside an expert.", "--intermediate", panel=_MODEL)
+        int | None,
+        _option(DEFAULTS.model.experts.intermediate, "Width inside an expert.", "--intermediate", panel=_MODEL),
     ] = None,
     learning_rate: Annotated[
         float | None,
@@ -93,7 +99,8 @@ def train(
         int | None, _option(DEFAULTS.training.checkpoint_every, "Steps between checkpoints.", "--checkpoint-every")
     ] = None,
     log_every: Annotated[
-        int | None, _option("a tenth of the steps", "Steps between progress lines when there is no terminal.", "--log-every")
+        int | None,
+        _option("a tenth of the steps", "Steps between progress lines when there is no terminal.", "--log-every"),
     ] = None,
 ) -> None:
     """Train a small byte-level MoE language model with each recipe and compare it with bf16.
@@ -163,7 +170,9 @@ def _settle(asked: dict[str, Any], out: Path, *, resume: bool, overwrite: bool) 
     if resume and saved is None:
         raise JobError(f"--out {out} holds no run to resume; leave --resume out to start one")
     if saved is not None and not resume:
-        raise JobError(f"--out {out} holds a run already: --resume goes on with it, --overwrite discards it, or name another folder")
+        raise JobError(
+            f"--out {out} holds a run already: --resume goes on with it, --overwrite discards it, or name another folder"
+        )
     given = {name: value for name, value in asked.items() if value is not None}
     config = saved or DEFAULTS
     for name, value in given.items():
@@ -179,7 +188,12 @@ def _settle(asked: dict[str, Any], out: Path, *, resume: bool, overwrite: bool) 
 
 
 def _flag(name: str) -> str:
-    renamed = {"data.path": "data", "recipes": "recipe", "batches.size": "batch", "model.experts.num_experts": "experts"}
+    renamed = {
+        "data.path": "data",
+        "recipes": "recipe",
+        "batches.size": "batch",
+        "model.experts.num_experts": "experts",
+    }
     return "--" + renamed.get(name, name.rsplit(".", 1)[-1]).replace("_", "-")
 
 

@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import ClassVar
 
 
-
 def _check(name: str, value: object, legal: tuple[object, ...]) -> None:
     if value not in legal:
         raise ValueError(f"{name}={value!r} is not legal; it must be one of {', '.join(map(repr, legal))}")
@@ -21,7 +20,7 @@ class Format:
     """What all formats have in common; not to be made directly."""
 
     kind: ClassVar[str]
-    #: number of elements along the contraction that share a scale; 0: one scale a tensor
+    #: whether planes carry a global amax
     has_amax: ClassVar[bool] = False
     #: whether the columnwise plane is stored transposed, (K, M)
     transposed: ClassVar[bool] = False
@@ -36,6 +35,11 @@ class Format:
     def block_length(self) -> int:
         """Elements along the contraction that share a scale (0: all)."""
         return int(getattr(self, "block", (0, 0))[1])
+
+    @property
+    def element_name(self) -> str:
+        """Name of the element type, whether the format has a choice of it or not."""
+        return str(getattr(self, "element"))  # noqa: B009  (a field of some formats, a constant of others)
 
     def spec(self) -> str:
         """The string form, such as ``mxfp8:element=e4m3:block=1x32:scale_rounding=up:nan=propagate``."""
@@ -185,5 +189,3 @@ def _read(default: object, text: str, spec: str) -> object:
     except (KeyError, ValueError):
         raise ValueError(f"format {spec!r}: {text!r} is not a legal value") from None
     return text
-
-

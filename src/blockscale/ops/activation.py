@@ -139,11 +139,12 @@ def _autograd(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None, 
 
 
 registry.define(
-    "activation(Tensor h, Tensor? probs, Tensor? offsets, str act, int interleave) -> Tensor", run_forward, _forward_fake
+    "activation(Tensor h, Tensor? probs, Tensor? offsets, str act, int interleave) -> Tensor",
+    run_forward,
+    _forward_fake,
 )
 registry.define(
-    "activation_backward(Tensor dy, Tensor h, Tensor? probs, Tensor? offsets, str act, int interleave)"
-    " -> (Tensor, Tensor)",
+    "activation_backward(Tensor dy, Tensor h, Tensor? probs, Tensor? offsets, str act, int interleave) -> (Tensor, Tensor)",
     run_backward,
     _backward_fake,
 )

@@ -6,6 +6,7 @@ Offsets on a GPU are not read on the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -71,10 +72,12 @@ def offset_values(x: Tensor, capacity: int) -> None:
     values = x.tolist()
     if values[0] != 0:
         raise ValueError(f"offsets[0]={values[0]}; offsets start at 0")
-    for g, (start, end) in enumerate(zip(values, values[1:], strict=False)):
+    for g, (start, end) in enumerate(pairwise(values)):
         if end < start:
-            raise ValueError(f"offsets decrease at group {g}: offsets[{g}]={start}, offsets[{g + 1}]={end}; "
-                             f"each must be at least the one before (a group's size is not negative)")
+            raise ValueError(
+                f"offsets decrease at group {g}: offsets[{g}]={start}, offsets[{g + 1}]={end}; "
+                f"each must be at least the one before (a group's size is not negative)"
+            )
     if values[-1] > capacity:
         raise ValueError(f"offsets[-1]={values[-1]}: the sizes sum to more than the {capacity} rows of the buffer")
 

@@ -5,6 +5,8 @@ Legend: G groups, M rows (capacity), N outputs, K inputs of the linear layer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -88,13 +90,20 @@ def grouped_gemm(
         out_dtype = torch.float32 if isinstance(a, GroupedTensor) else a.dtype
     if out_dtype not in checks.FLOATS:
         raise TypeError(f"out_dtype={out_dtype}; legal: {checks.names(checks.FLOATS)}")
-    result: Tensor = torch.ops.blockscale.grouped_gemm(
-        *operands, offsets, role, capacity, n, k, bias, bias_scale, out_dtype
-    )
+    result: Tensor = torch.ops.blockscale.grouped_gemm(*operands, offsets, role, capacity, n, k, bias, bias_scale, out_dtype)
     return result
 
 
-def _wgrad(operands, offsets, capacity, shape, out, accumulate, bias, out_dtype) -> Tensor:  # type: ignore[no-untyped-def]
+def _wgrad(
+    operands: list[object],
+    offsets: Tensor,
+    capacity: int,
+    shape: tuple[int, int, int],
+    out: Tensor | None,
+    accumulate: bool,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
     if bias is not None:
         raise ValueError("bias is for role='forward', not 'wgrad'")
     if out_dtype not in (None, torch.float32):
@@ -166,8 +175,20 @@ def _unpack(tensors: list[Tensor], spec: str, layout: str, plane: str, shape: tu
 
 
 def _gemm(
-    a: list[Tensor], a_format: str, a_layout: str, b: list[Tensor], b_format: str, b_layout: str, offsets: Tensor,
-    role: str, capacity: int, n: int, k: int, bias: Tensor | None, bias_scale: Tensor | None, out_dtype: torch.dtype,
+    a: list[Tensor],
+    a_format: str,
+    a_layout: str,
+    b: list[Tensor],
+    b_format: str,
+    b_layout: str,
+    offsets: Tensor,
+    role: str,
+    capacity: int,
+    n: int,
+    k: int,
+    bias: Tensor | None,
+    bias_scale: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     checks.offset_values(offsets, capacity)
     G = offsets.shape[0] - 1
@@ -180,13 +201,38 @@ def _gemm(
     )
 
 
-def _gemm_fake(a, a_format, a_layout, b, b_format, b_layout, offsets, role, capacity, n, k, bias, bias_scale, out_dtype):  # type: ignore[no-untyped-def]
+def _gemm_fake(
+    a: list[Tensor],
+    a_format: str,
+    a_layout: str,
+    b: list[Tensor],
+    b_format: str,
+    b_layout: str,
+    offsets: Tensor,
+    role: str,
+    capacity: int,
+    n: int,
+    k: int,
+    bias: Tensor | None,
+    bias_scale: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
     return offsets.new_empty((capacity, n if role == "forward" else k), dtype=out_dtype)
 
 
 def _wgrad_out(
-    a: list[Tensor], a_format: str, a_layout: str, b: list[Tensor], b_format: str, b_layout: str, offsets: Tensor,
-    capacity: int, n: int, k: int, out: Tensor, accumulate: bool,
+    a: list[Tensor],
+    a_format: str,
+    a_layout: str,
+    b: list[Tensor],
+    b_format: str,
+    b_layout: str,
+    offsets: Tensor,
+    capacity: int,
+    n: int,
+    k: int,
+    out: Tensor,
+    accumulate: bool,
 ) -> None:
     checks.offset_values(offsets, capacity)
     dy = _unpack(a, a_format, a_layout, "columnwise", (capacity, n), offsets)

@@ -81,8 +81,14 @@ def check_main_grad(main_grad: Tensor | None, w: Tensor) -> None:
 
 
 def _forward(
-    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, rng: Tensor | None, main_grads: list[Tensor],
-    recipe: str, save_input: bool,
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    rng: Tensor | None,
+    main_grads: list[Tensor],
+    recipe: str,
+    save_input: bool,
 ) -> list[Tensor]:
     checks.offset_values(offsets, x.shape[0])
     r = parse_recipe(recipe)
@@ -93,8 +99,14 @@ def _forward(
 
 
 def _forward_fake(
-    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, rng: Tensor | None, main_grads: list[Tensor],
-    recipe: str, save_input: bool,
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    rng: Tensor | None,
+    main_grads: list[Tensor],
+    recipe: str,
+    save_input: bool,
 ) -> list[Tensor]:
     y = x.new_empty((x.shape[0], weight.shape[1]))
     return [y, *fake_saved(x, offsets, recipe, save_input)]
@@ -110,8 +122,16 @@ def fake_saved(x: Tensor, offsets: Tensor, recipe: str, save_input: bool) -> lis
 
 
 def _backward(
-    dy: Tensor, x: Tensor | None, saved: list[Tensor], weight: Tensor, offsets: Tensor, bias: Tensor | None,
-    rng: Tensor | None, main_grads: list[Tensor], recipe: str, needs: list[bool],
+    dy: Tensor,
+    x: Tensor | None,
+    saved: list[Tensor],
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    rng: Tensor | None,
+    main_grads: list[Tensor],
+    recipe: str,
+    needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     r = parse_recipe(recipe)
     need_dx, need_dw, need_db = needs
@@ -128,8 +148,16 @@ def _backward(
 
 
 def _backward_fake(
-    dy: Tensor, x: Tensor | None, saved: list[Tensor], weight: Tensor, offsets: Tensor, bias: Tensor | None,
-    rng: Tensor | None, main_grads: list[Tensor], recipe: str, needs: list[bool],
+    dy: Tensor,
+    x: Tensor | None,
+    saved: list[Tensor],
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    rng: Tensor | None,
+    main_grads: list[Tensor],
+    recipe: str,
+    needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     need_dx, need_dw, need_db = needs
     dx = dy.new_empty((dy.shape[0], weight.shape[2]) if need_dx else 0)

@@ -64,7 +64,14 @@ class Needs:
 
 
 def backward_step(
-    dy: Tensor, x: Tensor | None, h: Tensor, saved: list[Tensor], t: MLPTensors, r: Recipe, act: stages.ActivationSpec, n: Needs
+    dy: Tensor,
+    x: Tensor | None,
+    h: Tensor,
+    saved: list[Tensor],
+    t: MLPTensors,
+    r: Recipe,
+    act: stages.ActivationSpec,
+    n: Needs,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dx, dw1, dw2, dprobs, db1, db2); empty where not needed."""
     dx, dw1, dw2 = (stages.empty(like) for like in (dy, t.w1, t.w2))
@@ -147,38 +154,106 @@ def grouped_mlp(
         rng = rng_from(None, x.device)
     save_input = torch.is_grad_enabled() and w1.requires_grad
     outputs = torch.ops.blockscale.grouped_mlp(
-        x, w1, w2, offsets, probs, b1, b2, rng, list(main_grads or ()), recipe.spec(), act.spec(), interleave or 0, save_input
+        x,
+        w1,
+        w2,
+        offsets,
+        probs,
+        b1,
+        b2,
+        rng,
+        list(main_grads or ()),
+        recipe.spec(),
+        act.spec(),
+        interleave or 0,
+        save_input,
     )
     y: Tensor = outputs[0]
     return y
 
 
-def _forward(x, w1, w2, offsets, probs, b1, b2, rng, main_grads, recipe, act, interleave, save_input):  # type: ignore[no-untyped-def]
+def _forward(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    offsets: Tensor,
+    probs: Tensor | None,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    rng: Tensor | None,
+    main_grads: list[Tensor],
+    recipe: str,
+    act: str,
+    interleave: int,
+    save_input: bool,
+) -> list[Tensor]:
     checks.offset_values(offsets, x.shape[0])
     t = MLPTensors(w1, w2, offsets, probs, b1, b2, rng, main_grads)
     return forward_step(x, t, parse_recipe(recipe), stages.ActivationSpec(act, interleave), save_input)
 
 
-def _forward_fake(x, w1, w2, offsets, probs, b1, b2, rng, main_grads, recipe, act, interleave, save_input):  # type: ignore[no-untyped-def]
+def _forward_fake(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    offsets: Tensor,
+    probs: Tensor | None,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    rng: Tensor | None,
+    main_grads: list[Tensor],
+    recipe: str,
+    act: str,
+    interleave: int,
+    save_input: bool,
+) -> list[Tensor]:
     M = x.shape[0]
     return [x.new_empty((M, w2.shape[1])), x.new_empty((M, w1.shape[1])), *fake_saved(x, offsets, recipe, save_input)]
 
 
-def _backward(  # type: ignore[no-untyped-def]
-    dy, x, h, saved, w1, w2, offsets, probs, b1, b2, rng, main_grads, recipe, act, interleave, needs
-):
+def _backward(
+    dy: Tensor,
+    x: Tensor | None,
+    h: Tensor,
+    saved: list[Tensor],
+    w1: Tensor,
+    w2: Tensor,
+    offsets: Tensor,
+    probs: Tensor | None,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    rng: Tensor | None,
+    main_grads: list[Tensor],
+    recipe: str,
+    act: str,
+    interleave: int,
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
     t = MLPTensors(w1, w2, offsets, probs, b1, b2, rng, main_grads)
     n = Needs(*needs)
-    dx, dw1, dw2, ds, db1, db2 = backward_step(
-        dy, x, h, saved, t, parse_recipe(recipe), stages.ActivationSpec(act, interleave), n
-    )
+    dx, dw1, dw2, ds, db1, db2 = backward_step(dy, x, h, saved, t, parse_recipe(recipe), stages.ActivationSpec(act, interleave), n)
     db1, db2 = (d if b is None else d.to(b.dtype) for d, b in ((db1, b1), (db2, b2)))
     return dx, dw1, dw2, ds if n.probs else stages.empty(ds), db1, db2
 
 
-def _backward_fake(  # type: ignore[no-untyped-def]
-    dy, x, h, saved, w1, w2, offsets, probs, b1, b2, rng, main_grads, recipe, act, interleave, needs
-):
+def _backward_fake(
+    dy: Tensor,
+    x: Tensor | None,
+    h: Tensor,
+    saved: list[Tensor],
+    w1: Tensor,
+    w2: Tensor,
+    offsets: Tensor,
+    probs: Tensor | None,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    rng: Tensor | None,
+    main_grads: list[Tensor],
+    recipe: str,
+    act: str,
+    interleave: int,
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
     n = Needs(*needs)
     dx = dy.new_empty((dy.shape[0], w1.shape[2]) if n.x else 0)
     dw1 = w1.new_empty(w1.shape if n.w1 and not main_grads else 0)
@@ -207,7 +282,22 @@ def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     need = ctx.needs_input_grad
     needs = [need[i] for i in (0, 1, 2, 4, 5, 6)]
     dx, dw1, dw2, ds, db1, db2 = torch.ops.blockscale.grouped_mlp_backward(
-        grads[0], x, h, saved, w1, w2, offsets, probs, b1, b2, rng, ctx.main_grads, ctx.recipe, ctx.act, ctx.interleave, needs
+        grads[0],
+        x,
+        h,
+        saved,
+        w1,
+        w2,
+        offsets,
+        probs,
+        b1,
+        b2,
+        rng,
+        ctx.main_grads,
+        ctx.recipe,
+        ctx.act,
+        ctx.interleave,
+        needs,
     )
     keep = [*needs[:1], *(n and not ctx.main_grads for n in needs[1:3]), *needs[3:]]
     dx, dw1, dw2, ds, db1, db2 = (g if k else None for g, k in zip((dx, dw1, dw2, ds, db1, db2), keep, strict=True))

@@ -172,7 +172,11 @@ def _out_tensors(
         if plane is not None:
             if plane.layout != layout:
                 raise ValueError(f"out.{name}.layout={plane.layout!r} but layout={layout!r}")
-            targets += (plane.data, plane.scale, plane.data.new_empty(0, dtype=torch.float32) if plane.amax is None else plane.amax)
+            targets += (
+                plane.data,
+                plane.scale,
+                plane.data.new_empty(0, dtype=torch.float32) if plane.amax is None else plane.amax,
+            )
     return targets
 
 
@@ -183,14 +187,28 @@ def _quantize(
 
 
 def _quantize_grouped(
-    x: Tensor, offsets: Tensor, fmt: str, rowwise: bool, columnwise: bool, layout: str, amax: Tensor | None, rng: Tensor | None
+    x: Tensor,
+    offsets: Tensor,
+    fmt: str,
+    rowwise: bool,
+    columnwise: bool,
+    layout: str,
+    amax: Tensor | None,
+    rng: Tensor | None,
 ) -> list[Tensor]:
     checks.offset_values(offsets, x.shape[0])
     return reference.quantize_grouped(x, offsets, parse(fmt), rowwise, columnwise, layout, amax, rng)
 
 
 def _quantize_out(
-    x: Tensor, fmt: str, rowwise: bool, columnwise: bool, layout: str, amax: Tensor | None, rng: Tensor | None, out: list[Tensor]
+    x: Tensor,
+    fmt: str,
+    rowwise: bool,
+    columnwise: bool,
+    layout: str,
+    amax: Tensor | None,
+    rng: Tensor | None,
+    out: list[Tensor],
 ) -> None:
     for target, source in zip(out, _quantize(x, fmt, rowwise, columnwise, layout, amax, rng), strict=True):
         target.copy_(source)
@@ -234,7 +252,14 @@ def _quantize_fake(
 
 
 def _quantize_grouped_fake(
-    x: Tensor, offsets: Tensor, fmt: str, rowwise: bool, columnwise: bool, layout: str, amax: Tensor | None, rng: Tensor | None
+    x: Tensor,
+    offsets: Tensor,
+    fmt: str,
+    rowwise: bool,
+    columnwise: bool,
+    layout: str,
+    amax: Tensor | None,
+    rng: Tensor | None,
 ) -> list[Tensor]:
     return fake_grouped(x, x.shape[0], x.shape[1], offsets.shape[0] - 1, parse(fmt), rowwise, columnwise, layout)
 

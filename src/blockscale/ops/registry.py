@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 NAMESPACE = "blockscale"
-_library = torch.library.Library(NAMESPACE, "DEF")  # noqa: TOR901  (kept for the life of the process)
+_library = torch.library.Library(NAMESPACE, "DEF")
 
 
 def define(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:

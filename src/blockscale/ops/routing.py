@@ -176,8 +176,7 @@ registry.define(
     _router_fake,
 )
 registry.define(
-    "router_backward(Tensor dprobs, Tensor dscores, Tensor probs, Tensor ids, Tensor scores, str score, bool normalize)"
-    " -> Tensor",
+    "router_backward(Tensor dprobs, Tensor dscores, Tensor probs, Tensor ids, Tensor scores, str score, bool normalize) -> Tensor",
     reference.router_backward,
     _router_backward_fake,
 )
@@ -193,9 +192,7 @@ def _permute(x: Tensor, ids: Tensor, num_experts: int, probs: Tensor | None) -> 
     return x_RH, x.new_empty(0, dtype=torch.float32) if probs_R is None else probs_R, offsets, row_map
 
 
-def _permute_fake(
-    x: Tensor, ids: Tensor, num_experts: int, probs: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _permute_fake(x: Tensor, ids: Tensor, num_experts: int, probs: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = ids.shape[0] * ids.shape[1]
     probs_R = x.new_empty(0 if probs is None else rows, dtype=torch.float32)
     return x.new_empty(rows, x.shape[1]), probs_R, ids.new_empty(num_experts + 1), ids.new_empty(ids.shape)
@@ -215,8 +212,7 @@ def _permute_autograd(
 
 
 registry.define(
-    "permute(Tensor x, Tensor ids, int num_experts, Tensor? probs)"
-    " -> (Tensor x, Tensor probs, Tensor offsets, Tensor row_map)",
+    "permute(Tensor x, Tensor ids, int num_experts, Tensor? probs) -> (Tensor x, Tensor probs, Tensor offsets, Tensor row_map)",
     _permute,
     _permute_fake,
 )
@@ -241,9 +237,7 @@ def _unpermute_fake(y: Tensor, row_map: Tensor, probs: Tensor | None) -> Tensor:
     return y.new_empty(row_map.shape[0], y.shape[1])
 
 
-def _unpermute_backward(
-    dout: Tensor, row_map: Tensor, rows: int, y: Tensor | None, probs: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _unpermute_backward(dout: Tensor, row_map: Tensor, rows: int, y: Tensor | None, probs: Tensor | None) -> tuple[Tensor, Tensor]:
     dy, dprobs = reference.unpermute_backward(dout, row_map, rows, y, probs)
     return dy, dout.new_empty(0, dtype=torch.float32) if dprobs is None else dprobs
 

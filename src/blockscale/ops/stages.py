@@ -87,9 +87,7 @@ def activation(h: Tensor, offsets: Tensor, probs: Tensor | None, act: Activation
     return run_forward(h, probs, offsets, act.act, act.interleave)
 
 
-def activation_backward(
-    dy: Tensor, h: Tensor, offsets: Tensor, probs: Tensor | None, act: ActivationSpec
-) -> tuple[Tensor, Tensor]:
+def activation_backward(dy: Tensor, h: Tensor, offsets: Tensor, probs: Tensor | None, act: ActivationSpec) -> tuple[Tensor, Tensor]:
     """(dh in h's dtype, ds float32 (M,) or empty)."""
     return run_backward(dy, h, probs, offsets, act.act, act.interleave)
 

@@ -130,9 +130,7 @@ def _swiglu(act: Swiglu, a: Tensor, b: Tensor, s: Tensor | None) -> Tensor:
     return _scaled(sigmoid_f32(a).mul_(a).mul_(b), s)
 
 
-def _swiglu_backward(
-    act: Swiglu, p: Tensor, a: Tensor, b: Tensor, s: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _swiglu_backward(act: Swiglu, p: Tensor, a: Tensor, b: Tensor, s: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     sig = sigmoid_f32(a)
     ps = _upstream(p, s)
     da = (a * sig).mul_(1.0 - sig).add_(sig).mul_(ps).mul_(b)  # ((p*s) * (S + (a*S)*(1-S))) * b
@@ -172,9 +170,7 @@ def _squared_relu(act: SquaredRelu, x: Tensor, b: None, s: Tensor | None) -> Ten
     return _scaled(_relu(x).square_(), s)  # (r*r)*s
 
 
-def _squared_relu_backward(
-    act: SquaredRelu, p: Tensor, x: Tensor, b: None, s: Tensor | None
-) -> tuple[Tensor, None, Tensor | None]:
+def _squared_relu_backward(act: SquaredRelu, p: Tensor, x: Tensor, b: None, s: Tensor | None) -> tuple[Tensor, None, Tensor | None]:
     r = _relu(x)
     dx = _scaled(p * 2.0, s).mul_(r)  # ((2*p)*s)*r
     return dx, None, None if s is None else p.mul_(r.square_())  # p*(r*r)
@@ -189,9 +185,7 @@ def _situ(act: Situ, a: Tensor, b: Tensor, s: Tensor | None) -> Tensor:
     return _scaled(t.mul_(act.beta1).mul_(sig).mul_(act.beta2).mul_(v), s)  # ((((beta1*t)*S)*beta2)*v)*s
 
 
-def _situ_backward(
-    act: Situ, p: Tensor, a: Tensor, b: Tensor, s: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _situ_backward(act: Situ, p: Tensor, a: Tensor, b: Tensor, s: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     t, sig, v = _situ_parts(act, a, b)
     g = (t * act.beta1).mul_(sig)
     u = v * act.beta2
@@ -244,9 +238,7 @@ def _kill(x: Tensor, live: Tensor | None, rows: slice) -> None:
         x[rows].masked_fill_(dead if x.dim() == 1 else dead.unsqueeze(1), 0)
 
 
-def activation_forward(
-    h: Tensor, act: Activation, probs: Tensor | None, interleave: int | None, live: Tensor | None
-) -> Tensor:
+def activation_forward(h: Tensor, act: Activation, probs: Tensor | None, interleave: int | None, live: Tensor | None) -> Tensor:
     """act(h) * probs.
 
     Args:

@@ -30,7 +30,7 @@ def quantize_tensor_planes(
     frame_PK: Tensor, tiles: TileMap, fmt: FP8Tensor, rowwise: bool, columnwise: bool, amax: Tensor | None
 ) -> Planes:
     """One scale a group; ``amax`` float32 (2, G) when given."""
-    T, (P, K) = tiles.num_tiles, frame_PK.shape
+    T, K = tiles.num_tiles, frame_PK.shape[1]
     own = group_amax(frame_PK, tiles) if amax is None else None
     planes: list[Logical | None] = [None, None]
     for n, asked in enumerate((rowwise, columnwise)):
@@ -45,9 +45,7 @@ def quantize_tensor_planes(
     return planes[0], planes[1]
 
 
-def quantize_block_planes(
-    frame_PK: Tensor, tiles: TileMap, fmt: FP8Block, rowwise: bool, columnwise: bool
-) -> Planes:
+def quantize_block_planes(frame_PK: Tensor, tiles: TileMap, fmt: FP8Block, rowwise: bool, columnwise: bool) -> Planes:
     """One scale per 1x128 or 128x128; scales that no live element has are 0."""
     T, (P, K) = tiles.num_tiles, frame_PK.shape
     B = ceil_div(K, TILE)

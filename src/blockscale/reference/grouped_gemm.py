@@ -55,8 +55,15 @@ def _alpha(a: Frame, b: Frame) -> Tensor | None:
 
 
 def rows_by_weight(
-    a: Operand, w: Operand, offsets: Tensor, capacity: int, *, transpose: bool, out_dtype: torch.dtype,
-    bias: Tensor | None = None, bias_scale: Tensor | None = None,
+    a: Operand,
+    w: Operand,
+    offsets: Tensor,
+    capacity: int,
+    *,
+    transpose: bool,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
 ) -> Tensor:
     """Forward (``transpose=True``: y = x W^T) and dgrad (``False``: dx = dy W): (capacity, columns), dead rows zero.
 

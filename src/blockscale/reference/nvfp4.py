@@ -125,9 +125,7 @@ def _rows(
     return Logical(pack_e2m1(codes.view(P, B * BLOCK).masked_fill_(~present, 0)), scale, amax)
 
 
-def _columns(
-    x_TKBv: Tensor, tiles: TileMap, fmt: NVFP4, square: Tensor | None, amax: Tensor | None, rng: Tensor | None
-) -> Logical:
+def _columns(x_TKBv: Tensor, tiles: TileMap, fmt: NVFP4, square: Tensor | None, amax: Tensor | None, rng: Tensor | None) -> Logical:
     T, K, B, _ = x_TKBv.shape
     present = (tiles.source >= 0).view(T, 1, B, BLOCK)
     if fmt.hadamard:  # all outputs of a block with a live row are kept

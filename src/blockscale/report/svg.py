@@ -68,9 +68,7 @@ def _axes(panel: Panel, scale: _Scale) -> list[str]:
     parts.append(f'<line x1="{LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}" class="axis"/>')
     middle = (TOP + bottom) / 2
     parts.append(f'<text x="{(LEFT + right) / 2}" y="{HEIGHT - 8}" class="label mid">{escape(panel.x_label)}</text>')
-    parts.append(
-        f'<text x="13" y="{middle}" class="label mid" transform="rotate(-90 13 {middle})">{escape(panel.y_label)}</text>'
-    )
+    parts.append(f'<text x="13" y="{middle}" class="label mid" transform="rotate(-90 13 {middle})">{escape(panel.y_label)}</text>')
     return parts
 
 
@@ -86,9 +84,7 @@ def _bounds(panel: Panel, scale: _Scale) -> list[str]:
 def _curve(series: Series, scale: _Scale) -> str:
     color = f"s{color_index(series)}"
     pixels = [
-        (scale.x(x), scale.y(y), x, y)
-        for x, y in zip(series.x, series.y, strict=True)
-        if math.isfinite(x) and math.isfinite(y)
+        (scale.x(x), scale.y(y), x, y) for x, y in zip(series.x, series.y, strict=True) if math.isfinite(x) and math.isfinite(y)
     ]
     path = " ".join(f"{px:.1f},{py:.1f}" for px, py, _, _ in pixels)
     style = "faint" if series.style == "faint" else "line"

@@ -15,7 +15,6 @@ from blockscale.formats import MXFP8, NVFP4, Format, FP8Block, FP8Tensor
 from blockscale.layouts import TILE, TileMap, ceil_div, round_up
 
 
-
 @dataclass
 class Logical:
     """One plane, unpadded but for whole tiles.

@@ -5,7 +5,6 @@ Legend: P slots of the frame, T tiles of 128 slots, K columns, G groups.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from blockscale.tensors.arrange import Logical
 def element_values(plane: Logical, fmt: Format) -> Tensor:
     """float32 element values, no scale applied: rowwise (P, K'), columnwise (P, K) or transposed (T, K, 128)."""
     codes = unpack_e2m1(plane.data) if isinstance(fmt, NVFP4) else plane.data
-    return decode(codes.contiguous(), fmt.element)
+    return decode(codes.contiguous(), fmt.element_name)
 
 
 def block_scales(plane: Logical, fmt: Format) -> Tensor:

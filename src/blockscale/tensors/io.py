@@ -20,9 +20,7 @@ from blockscale.tensors.tensor import BlockScaledTensor, GroupedTensor, Plane
 
 _KEY = "blockscale"
 
-torch.serialization.add_safe_globals(
-    [BlockScaledTensor, GroupedTensor, Plane, GroupExtent, MXFP8, NVFP4, FP8Tensor, FP8Block]
-)
+torch.serialization.add_safe_globals([BlockScaledTensor, GroupedTensor, Plane, GroupExtent, MXFP8, NVFP4, FP8Tensor, FP8Block])
 
 
 def save(tensors: Mapping[str, BlockScaledTensor | GroupedTensor], path: str | os.PathLike[str]) -> None:

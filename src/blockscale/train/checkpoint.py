@@ -99,7 +99,9 @@ def restore(checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Opt
             if device.type == "cuda" and "cuda" in saved["random"]:
                 torch.cuda.set_rng_state(saved["random"]["cuda"], device)
     except (OSError, RuntimeError, KeyError, ValueError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"checkpoint {checkpoint} cannot be loaded ({error}); remove it to start that recipe again") from error
+        raise CheckpointError(
+            f"checkpoint {checkpoint} cannot be loaded ({error}); remove it to start that recipe again"
+        ) from error
 
 
 def _flush_folder(folder: Path) -> None:

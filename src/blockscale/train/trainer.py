@@ -90,9 +90,22 @@ class Trainer:
         optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __init__(
-        self, config: Config, choice: RecipeChoice, model: Transformer, batches: Batches, state: TrainingState, folder: Path
+        self,
+        config: Config,
+        choice: RecipeChoice,
+        model: Transformer,
+        batches: Batches,
+        state: TrainingState,
+        folder: Path,
     ) -> None:
-        self.config, self.choice, self.model, self.batches, self.state, self.folder = config, choice, model, batches, state, folder
+        self.config, self.choice, self.model, self.batches, self.state, self.folder = (
+            config,
+            choice,
+            model,
+            batches,
+            state,
+            folder,
+        )
         self.device = next(model.parameters()).device
         self.recipe = choice.make()
         self.optimizer = make_optimizer(model, config.optimizer)
