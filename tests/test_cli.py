@@ -81,7 +81,7 @@ def test_results_json_holds_what_the_table_shows(finished):
     out, _ = finished
     results = json.loads((out / "results.json").read_text())
     base, low = results["recipes"]["bf16"], results["recipes"]["mxfp8"]
-    assert base["losses"][0] > 4 > base["losses"][-1]
+    assert base["losses"][0] > 5.5 and base["losses"][-1] < 4.7
     assert low["gap_percent"] == pytest.approx(100 * (low["validation_loss"] / base["validation_loss"] - 1), abs=1e-9)
     assert low["initial_weights_sha256"] == base["initial_weights_sha256"]
     assert low["batches_sha256"] == base["batches_sha256"]
@@ -179,7 +179,7 @@ def test_ctrl_c_saves_and_resume_ends_with_the_same_bits(text, tmp_path):
             stopped.send_signal(signal.SIGINT)
     assert stopped.wait(60) == 130, "".join(seen)
     said = "".join(seen)
-    assert re.search(r"Stopped after step (5|6|7|8|9) of nvfp4; everything is saved in", said)
+    assert re.search(r"Stopped after step [5-9] of nvfp4; everything is saved in", said)
     assert f"Go on with: blockscale train --resume --out {tmp_path / 'o'}" in said
     assert not (tmp_path / "o" / "results.json").exists()
     again = subprocess.run([*COMMAND, "train", "--resume", "--out", tmp_path / "o", "--json"], env=environment, capture_output=True)

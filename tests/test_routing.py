@@ -35,12 +35,13 @@ def relative(got, expected):
 # the router
 
 
-@pytest.mark.parametrize("score, normalize", CASES)
-@pytest.mark.parametrize("experts, k", [(1, 1), (36, 4), (60, 8), (256, 8), (512, 1)])
+@pytest.mark.parametrize(("score", "normalize"), CASES)
+@pytest.mark.parametrize(("experts", "k"), [(1, 1), (36, 4), (60, 8), (256, 8), (512, 1)])
 def test_choice_and_values(score, normalize, experts, k):
     logits = torch.randn(50, experts, generator=seeded(experts)) * 3
     ids, probs, scores = router(logits, k, score, normalize)
-    assert ids.dtype == torch.int64 and probs.dtype == scores.dtype == torch.float32
+    assert ids.dtype == torch.int64
+    assert probs.dtype == scores.dtype == torch.float32
     assert torch.equal(ids, logits.topk(k, 1).indices)
     probs64, scores64 = plain_router(logits.double(), ids, score, normalize)
     torch.testing.assert_close(scores.double(), scores64, rtol=3e-6, atol=0)
@@ -71,7 +72,7 @@ def test_ties_go_to_the_lowest_expert(score):
     assert router(saturated, 3, "softmax", True)[0].tolist() == [[1, 3, 0]]
 
 
-@pytest.mark.parametrize("score, normalize", CASES)
+@pytest.mark.parametrize(("score", "normalize"), CASES)
 @pytest.mark.parametrize("where", [[0], [3, 4], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6, 7]])
 def test_nan_logits(score, normalize, where):
     """C16: ids are distinct, a NaN is chosen last, and what depends on it is NaN."""
@@ -84,7 +85,8 @@ def test_nan_logits(score, normalize, where):
     assert ids[0].tolist() == (others + where)[:4]
     chosen = torch.isnan(logits[0, ids[0]])
     if score == "softmax":
-        assert torch.isnan(scores[0]).all() and torch.isnan(probs[0]).all()
+        assert torch.isnan(scores[0]).all()
+        assert torch.isnan(probs[0]).all()
     else:
         assert torch.equal(torch.isnan(scores[0]), torch.isnan(logits[0]))
         assert torch.equal(torch.isnan(probs[0]), chosen.any().expand(4) if normalize else chosen)
@@ -104,12 +106,14 @@ def test_infinite_logits(score):
     if score == "softmax":
         assert torch.isnan(scores[:3]).all()
         assert torch.isnan(router(torch.full((1, 4), -inf), 1, score, False)[2]).all()
-        assert scores[3, 0] == 0 and scores[3].sum() == pytest.approx(1)
+        assert scores[3, 0] == 0
+        assert scores[3].sum() == pytest.approx(1)
     else:
-        assert probs[0, 0] == 1.0 and probs[1].tolist() == [0.5, 0.0, 0.0]
+        assert probs[0, 0] == 1.0
+        assert probs[1].tolist() == [0.5, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("score, normalize", CASES)
+@pytest.mark.parametrize(("score", "normalize"), CASES)
 @pytest.mark.parametrize("k", [1, 3, 7])
 def test_router_gradient_against_float64(score, normalize, k):
     logits = torch.randn(20, 7, generator=seeded(k))
@@ -120,7 +124,7 @@ def test_router_gradient_against_float64(score, normalize, k):
     probs64, scores64 = plain_router(exact, ids, score, normalize)
     ((probs64 * dprobs).sum() + (scores64 * dscores).sum()).backward()
     assert relative(ours.grad, exact.grad) <= 1e-6
-    for weight, values, values64 in ((dprobs, probs, probs64), (dscores, scores, scores64)):
+    for weight, values in ((dprobs, probs), (dscores, scores)):
         ours.grad = exact.grad = None
         _, *again = router(ours, k, score, normalize)
         (again[0 if values is probs else 1] * weight).sum().backward()
@@ -148,8 +152,10 @@ def test_permute_by_hand():
     ids = torch.tensor([[2, 0], [0, 2], [2, 3]])
     probs = torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]])
     out = permute(x, ids, 5, probs)
-    assert out.x[:, 0].tolist() == [1, 2, 1, 2, 3, 3] and out.x[:, 1].tolist() == [10, 20, 10, 20, 30, 30]
-    assert out.offsets.tolist() == [0, 2, 2, 5, 6, 6] and out.offsets.dtype == torch.int64
+    assert out.x[:, 0].tolist() == [1, 2, 1, 2, 3, 3]
+    assert out.x[:, 1].tolist() == [10, 20, 10, 20, 30, 30]
+    assert out.offsets.tolist() == [0, 2, 2, 5, 6, 6]
+    assert out.offsets.dtype == torch.int64
     assert out.row_map.tolist() == [[2, 0], [1, 3], [4, 5]]
     assert torch.equal(out.probs, torch.tensor([0.2, 0.3, 0.1, 0.4, 0.5, 0.6]))
     assert permute(x, ids, 5).probs is None
@@ -183,9 +189,12 @@ def test_permute_properties(case):
     assert out.x.shape == (tokens * k, 3)
     for row, (e, t, j) in enumerate(expected):
         assert out.row_map[t, j] == row
-        assert torch.equal(out.x[row], x[t]) and out.probs[row] == probs[t, j]
+        assert torch.equal(out.x[row], x[t])
+        assert out.probs[row] == probs[t, j]
         assert out.offsets[e] <= row < out.offsets[e + 1]
-    assert out.offsets[0] == 0 and out.offsets[-1] == tokens * k and out.offsets.shape == (experts + 1,)
+    assert out.offsets[0] == 0
+    assert out.offsets[-1] == tokens * k
+    assert out.offsets.shape == (experts + 1,)
     # the inverse
     assert torch.equal(unpermute(out.x, out.row_map), x * k)
     weights = torch.full((tokens, k), 0.25)
@@ -209,7 +218,8 @@ def test_unpermute_is_one_rounding_of_an_ordered_float32_sum(dtype, with_probs, 
     total = torch.zeros(40, 7)
     for j in range(5):
         total = total + y[row_map[:, j]].float() * (probs[:, j : j + 1] if with_probs else 1.0)
-    assert out.dtype == dtype and torch.equal(out, total.to(dtype))
+    assert out.dtype == dtype
+    assert torch.equal(out, total.to(dtype))
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -235,7 +245,8 @@ def test_permute_and_unpermute_gradients_against_float64(k):
         a64, p64 = x.double().requires_grad_(), probs.double().requires_grad_()
         ours(a, p)[which].backward()
         exact(a64, p64)[which].backward()
-        assert relative(a.grad, a64.grad) <= 1e-6 and relative(p.grad, p64.grad) <= 1e-6
+        assert relative(a.grad, a64.grad) <= 1e-6
+        assert relative(p.grad, p64.grad) <= 1e-6
 
 
 def test_gradients_of_bfloat16_rows_are_rounded_once():
@@ -260,7 +271,9 @@ def test_rows_outside_row_map_influence_nothing():
     y = unpermute(padded, out.row_map, p)
     assert torch.equal(y, unpermute(out.x, out.row_map, probs))
     y.sum().backward()
-    assert (padded.grad[-5:] == 0).all() and (padded.grad[:-5] != 0).all() and torch.isfinite(p.grad).all()
+    assert (padded.grad[-5:] == 0).all()
+    assert (padded.grad[:-5] != 0).all()
+    assert torch.isfinite(p.grad).all()
 
 
 def test_no_tokens():
@@ -268,9 +281,12 @@ def test_no_tokens():
     logits = torch.empty(0, 5, requires_grad=True)
     ids, probs, _ = router(logits, 2, "softmax", True)
     out = permute(x, ids, 5, probs)
-    assert out.offsets.tolist() == [0] * 6 and out.x.shape == (0, 4) and out.row_map.shape == (0, 2)
+    assert out.offsets.tolist() == [0] * 6
+    assert out.x.shape == (0, 4)
+    assert out.row_map.shape == (0, 2)
     unpermute(out.x, out.row_map, probs).sum().backward()
-    assert x.grad.shape == (0, 4) and logits.grad.shape == (0, 5)
+    assert x.grad.shape == (0, 4)
+    assert logits.grad.shape == (0, 5)
 
 
 # arguments and operators
@@ -280,7 +296,7 @@ ROWS, MAP = torch.ones(6, 2), torch.arange(6).view(3, 2)
 
 
 @pytest.mark.parametrize(
-    "error, call, message",
+    ("error", "call", "message"),
     [
         (ValueError, lambda: router(torch.ones(3), 1, "softmax", True), r"logits has shape \(3,\)"),
         (TypeError, lambda: router(X.bfloat16(), 1, "softmax", True), r"logits has dtype torch.bfloat16; .*float32"),
@@ -310,7 +326,7 @@ def test_wrong_arguments(error, call, message):
 
 
 @pytest.mark.parametrize("tokens", [0, 5])
-@pytest.mark.parametrize("score, normalize", CASES)
+@pytest.mark.parametrize(("score", "normalize"), CASES)
 def test_opcheck_router(tokens, score, normalize):
     ops = torch.ops.blockscale
     logits = torch.randn(tokens, 6, generator=seeded(0))
@@ -319,7 +335,7 @@ def test_opcheck_router(tokens, score, normalize):
     opcheck(ops.router_backward.default, (probs, scores, probs, ids, scores, score, normalize))
 
 
-@pytest.mark.parametrize("tokens, with_probs", list(itertools.product([0, 5], [False, True])))
+@pytest.mark.parametrize(("tokens", "with_probs"), list(itertools.product([0, 5], [False, True])))
 def test_opcheck_permute_and_unpermute(tokens, with_probs):
     ops = torch.ops.blockscale
     x, ids, probs = random_case(tokens, k=2)

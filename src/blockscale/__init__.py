@@ -9,6 +9,8 @@ from blockscale import activations, formats, layouts, recipes
 from blockscale.formats import MXFP8, NVFP4, FP8Block, FP8Tensor
 from blockscale.layouts import offsets_from_sizes
 from blockscale.ops.activation import activation
+from blockscale.ops.activation_quantize import activation_backward_quantize, activation_quantize
+from blockscale.ops.explain import Explanation, explain
 from blockscale.ops.grouped_gemm import grouped_gemm
 from blockscale.ops.grouped_linear import grouped_linear
 from blockscale.ops.grouped_mlp import grouped_mlp
@@ -25,14 +27,18 @@ __all__ = [
     "MXFP8",
     "NVFP4",
     "BlockScaledTensor",
+    "Explanation",
     "FP8Block",
     "FP8Tensor",
     "GroupedTensor",
     "Permuted",
     "Plane",
     "activation",
+    "activation_backward_quantize",
+    "activation_quantize",
     "activations",
     "autocast",
+    "explain",
     "formats",
     "grouped_gemm",
     "grouped_linear",

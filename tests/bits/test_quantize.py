@@ -48,7 +48,7 @@ def compare(x: torch.Tensor, exact: np.ndarray, fmt: Format, layout="compact", r
             assert_same(back, codes.round_to(values, str(dtype).removeprefix("torch.")), f"{note} values {dtype}")
 
 
-@pytest.mark.parametrize("case", cases.draw(cases.EVERY, 12), ids=str)
+@pytest.mark.parametrize("case", cases.draw(cases.EVERY, 18), ids=str)
 def test_every_option(case):
     x, exact = case.tensor()
     compare(x, exact, case.fmt, rng=case.rng, what=case)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -134,7 +135,7 @@ def train(
         if overwrite:
             remove_run(out)
         progress = make_progress(console, log_every or max(1, config.training.steps // 10))
-        with progress, _stop_on_signal(console) as stop:
+        with progress, _stop_on_signal() as stop:
             result = job.run(_Watcher(progress, config), stop.asked)
     except (JobError, DataError, CheckpointError, ValueError) as error:
         wrong_use(str(error))
@@ -221,13 +222,15 @@ class _StopRequest:
 
 
 @contextmanager
-def _stop_on_signal(console: Console) -> Iterator[_StopRequest]:
+def _stop_on_signal() -> Iterator[_StopRequest]:
+    """The first SIGINT or SIGTERM asks to stop after the step at hand; a second SIGINT raises KeyboardInterrupt."""
     request = _StopRequest()
 
     def handle(_number: int, _frame: FrameType | None) -> None:
         request.requested = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        console.print("Stopping after this step to save (Ctrl-C again stops at once).")
+        # not by rich: the handler may have interrupted it in the middle of a write
+        os.write(2, b"\nStopping after this step to save; Ctrl-C again stops at once.\n")
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

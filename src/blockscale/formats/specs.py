@@ -41,6 +41,18 @@ class Format:
         """Name of the element type, whether the format has a choice of it or not."""
         return str(getattr(self, "element"))  # noqa: B009  (a field of some formats, a constant of others)
 
+    @property
+    def label(self) -> str:
+        """A short name for tables, such as ``MXFP8 E4M3 1x32``: what differs from the defaults is named."""
+        block = getattr(self, "block", None)
+        parts = [type(self).__name__, self.element_name.upper(), *(["x".join(map(str, block))] if block else [])]
+        shown = {"element", "block"}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name not in shown and value != f.default:
+                parts.append(f.name if value is True else f"{f.name}={value}")
+        return " ".join(parts)
+
     def spec(self) -> str:
         """The string form, such as ``mxfp8:element=e4m3:block=1x32:scale_rounding=up:nan=propagate``."""
         parts = [self.kind]

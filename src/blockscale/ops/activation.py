@@ -39,13 +39,14 @@ def activation(
         ValueError: a shape, an option or, on the CPU, ``offsets[-1]`` outside 0..rows.
         TypeError: a dtype.
     """
-    _check(h, probs, offsets, interleave)
+    check_activation(h, probs, offsets, interleave)
     # a string is parsed, and the width checked, by the operator and its fake: Dynamo need not trace the parser
     spec = act if isinstance(act, str) else parse(act).spec()
     return torch.ops.blockscale.activation(h, probs, offsets, spec, interleave or 0)
 
 
-def _check(h: Tensor, probs: Tensor | None, offsets: Tensor | None, interleave: int | None) -> None:
+def check_activation(h: Tensor, probs: Tensor | None, offsets: Tensor | None, interleave: int | None) -> None:
+    """What metadata shows to be wrong raises ``ValueError`` or ``TypeError``; h's width is ``out_width``'s to check."""
     if h.dim() != 2:
         raise ValueError(f"h has shape {tuple(h.shape)}; [rows, columns] is needed")
     if h.dtype not in DTYPES:

@@ -95,7 +95,7 @@ def grouped_gemm(
 
 
 def _wgrad(
-    operands: list[object],
+    operands: Sequence[object],
     offsets: Tensor,
     capacity: int,
     shape: tuple[int, int, int],

@@ -63,9 +63,9 @@ def quantize(
     Source: OCP microscaling formats 1.0 (MX); NVIDIA cuDNN and Transformer Engine documentation (NVFP4, FP8 scaling).
     """
     x = checks.matrix("x", x_MK)
-    _check_options(fmt, rowwise, columnwise, layout, LAYOUTS)
+    check_options(fmt, rowwise, columnwise, layout, LAYOUTS)
     amax = _check_amax(amax, fmt, x, 1)
-    rng = _check_rng(rng, generator, fmt, x)
+    rng = check_rng(rng, generator, fmt, x)
     shape = (x.shape[0], x.shape[1])
     if out is not None:
         targets = _out_tensors(out, BlockScaledTensor, fmt, shape, rowwise, columnwise, layout)
@@ -108,9 +108,9 @@ def quantize_grouped(
     x = checks.matrix("x", x, "capacity")
     offsets = checks.offsets(offsets)
     checks.same_device(x=x, offsets=offsets)
-    _check_options(fmt, rowwise, columnwise, layout, ("compact", "swizzled"))
+    check_options(fmt, rowwise, columnwise, layout, ("compact", "swizzled"))
     amax = _check_amax(amax, fmt, x, offsets.shape[0] - 1)
-    rng = _check_rng(rng, generator, fmt, x)
+    rng = check_rng(rng, generator, fmt, x)
     shape = (x.shape[0], x.shape[1])
     args = (x, offsets, fmt.spec(), rowwise, columnwise, layout, amax, rng)
     if out is not None:
@@ -123,7 +123,7 @@ def quantize_grouped(
     return GroupedTensor(shape, fmt, row, column, offsets)
 
 
-def _check_options(fmt: object, rowwise: bool, columnwise: bool, layout: str, legal: tuple[str, ...]) -> None:
+def check_options(fmt: object, rowwise: bool, columnwise: bool, layout: str, legal: tuple[str, ...]) -> None:
     if not isinstance(fmt, Format) or type(fmt) is Format:
         raise TypeError(f"fmt is {type(fmt).__name__}; a format such as MXFP8() is needed")
     if not (rowwise or columnwise):
@@ -146,7 +146,7 @@ def _check_amax(amax: Tensor | None, fmt: Format, x: Tensor, num_groups: int) ->
     return amax
 
 
-def _check_rng(rng: Tensor | None, generator: torch.Generator | None, fmt: Format, x: Tensor) -> Tensor | None:
+def check_rng(rng: Tensor | None, generator: torch.Generator | None, fmt: Format, x: Tensor) -> Tensor | None:
     if not getattr(fmt, "stochastic", False):
         return None
     if rng is None:

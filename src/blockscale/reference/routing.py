@@ -122,16 +122,18 @@ def _token_chunks(tokens: int, width: int) -> list[slice]:
     return [slice(i, min(i + step, tokens)) for i in range(0, tokens, step)]
 
 
+def _term(y_RH: Tensor, row_map_Tk: Tensor, probs_Tk: Tensor | None, tokens: slice, j: int) -> Tensor:
+    term = y_RH.index_select(0, row_map_Tk[tokens, j]).float()
+    return term if probs_Tk is None else term.mul_(probs_Tk[tokens, j, None])
+
+
 def unpermute_forward(y_RH: Tensor, row_map_Tk: Tensor, probs_Tk: Tensor | None) -> Tensor:
     """out[t] = sum over j of y[row_map[t, j]] * probs[t, j], float32, in the order of j, rounded once to y's dtype."""
     out = y_RH.new_empty(row_map_Tk.shape[0], y_RH.shape[1])
     for tokens in _token_chunks(*out.shape):
-        total = None
-        for j in range(row_map_Tk.shape[1]):
-            term = y_RH.index_select(0, row_map_Tk[tokens, j]).float()
-            if probs_Tk is not None:
-                term = term.mul_(probs_Tk[tokens, j, None])
-            total = term if total is None else total.add_(term)
+        total = _term(y_RH, row_map_Tk, probs_Tk, tokens, 0)
+        for j in range(1, row_map_Tk.shape[1]):
+            total.add_(_term(y_RH, row_map_Tk, probs_Tk, tokens, j))
         out[tokens] = total
     return out
 
