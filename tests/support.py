@@ -6,11 +6,10 @@ Legend: M rows, K inputs, N outputs, G groups, H hidden, I intermediate. Nothing
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from oracle import formats as oracle_formats
-from oracle import grouped as oracle_grouped
 from torch import Tensor
 
 import blockscale as bs
@@ -120,74 +119,90 @@ def swizzled_offset(i: Tensor, j: Tensor, tiles: int) -> Tensor:
     return ((i // 128) * tiles + j // 4) * 512 + (i % 32) * 16 + ((i % 128) // 32) * 4 + j % 4
 
 
-def _elements(data: Tensor, fmt: bs.formats.Format) -> Tensor:
-    if isinstance(fmt, bs.NVFP4):
-        return E2M1[torch.stack((data & 15, data >> 4), -1).flatten(-2).int()]
-    return (E4M3 if fmt.element == "e4m3" else E5M2)[data.int()]
+@dataclass(frozen=True)
+class Span:
+    """One group: first row, rows, tiles of 128 rows before it, its own tiles."""
+
+    start: int
+    rows: int
+    before: int
+    tiles: int
 
 
-def operand64(q: bs.GroupedTensor, which: str) -> list[Tensor]:
-    """float64 (m_g, K) of each group, decoded by address from the plane's own bytes, the global scale included.
-
-    The columnwise plane of a Hadamard format comes transformed, in whole blocks of 16 rows.
-    """
-    plane, fmt, K = getattr(q, which), q.format, q.shape[1]
-    offsets, first_tile, result = q.offsets.tolist(), 0, []
-    for g, (start, end) in enumerate(pairwise(offsets)):
-        m = end - start
-        tiles = -(-m // 128)
-        args = (plane, fmt, q.shape[1], start, m, first_tile, tiles)
-        x = _row_group(*args) if which == "rowwise" else _column_group(*args)
-        if isinstance(fmt, bs.NVFP4):
-            encode = 2688 / float(plane.amax[g]) if plane.amax[g] else 1.0
-            x = x / encode
-        if isinstance(fmt, bs.FP8Tensor):
-            x = x * plane.scale[g].double()
-        assert x.shape[1] == K
-        result.append(x)
-        first_tile += tiles
+def spans(q: bs.GroupedTensor) -> list[Span]:
+    """Where the groups of q lie."""
+    result, before = [], 0
+    for start, end in pairwise(q.offsets.tolist()):
+        tiles = -(-(end - start) // 128)
+        result.append(Span(start, end - start, before, tiles))
+        before += tiles
     return result
 
 
-def _row_group(plane: bs.Plane, fmt: bs.formats.Format, K: int, start: int, m: int, T: int, t: int) -> Tensor:
-    x = _elements(plane.data[start : start + m], fmt)[:, :K]
-    if isinstance(fmt, bs.FP8Tensor):
-        return x
-    column = torch.arange(K) // fmt.block[1]
+def data_addresses(q: bs.GroupedTensor, which: str, s: Span) -> Tensor:
+    """Flat bytes of a group: rowwise (rows, bytes of a row), columnwise (K, bytes of a column)."""
+    fp4, K = isinstance(q.format, bs.NVFP4), q.shape[1]
+    if which == "rowwise":
+        width = 8 * -(-K // 16) if fp4 else K
+        return (s.start + torch.arange(s.rows))[:, None] * width + torch.arange(width)
+    k = torch.arange(K)[:, None]
+    if isinstance(q.format, bs.MXFP8):
+        return (s.start + torch.arange(s.rows)) * K + k
+    pitch, used = (64, 8 * -(-s.rows // 16)) if fp4 else (128, s.rows)
+    return pitch * K * s.before + pitch * s.tiles * k + torch.arange(used)
+
+
+def scale_addresses(q: bs.GroupedTensor, which: str, s: Span) -> Tensor:
+    """Flat entries of a group's scales: rowwise (rows, blocks along K), columnwise (columns, blocks along M).
+
+    128x128 blocks have one entry per 128 rows (columns). A format with one scale a group has none here.
+    """
+    fmt, K, layout = q.format, q.shape[1], q.planes[which].layout
+    Kt, v = -(-K // 128), fmt.block[1]
+    if which == "rowwise":
+        i, j = torch.arange(s.rows)[:, None], torch.arange(-(-K // v))
+        if isinstance(fmt, bs.FP8Block):
+            return (s.before + torch.arange(s.tiles)[:, None] if fmt.is_2d else s.start + i) * Kt + j
+        nT = -(-len(j) // 4)
+        return (128 * s.before + i) * 4 * nT + j if layout == "compact" else 512 * nT * s.before + swizzled_offset(i, j, nT)
+    k, b = torch.arange(K)[:, None], torch.arange(-(-s.rows // v))
     if isinstance(fmt, bs.FP8Block):
-        row = T + torch.arange(m) // 128 if fmt.is_2d else start + torch.arange(m)
-        return x * plane.scale[row].double()[:, column]
-    blocks = -(-K // fmt.block[1])
-    nT = -(-blocks // 4)
-    i, j = torch.arange(m)[:, None], torch.arange(blocks)[None]
-    if plane.layout == "compact":
-        codes = plane.scale[128 * T + i, j]
-    else:
-        codes = plane.scale[512 * nT * T + swizzled_offset(i, j, nT)]
-    return x * (E8M0 if isinstance(fmt, bs.MXFP8) else E4M3)[codes.int()][:, column]
-
-
-def _column_group(plane: bs.Plane, fmt: bs.formats.Format, K: int, start: int, m: int, T: int, t: int) -> Tensor:
-    Kt, k = -(-K // 128), torch.arange(K)[:, None]
+        return (s.before + b) * Kt + torch.arange(Kt)[:, None] if fmt.is_2d else (s.before + b) * K + k
     if isinstance(fmt, bs.MXFP8):
-        x = _elements(plane.data[start : start + m], fmt)
-        b = torch.arange(-(-m // 32))[None]
-        compact = plane.layout == "compact"
-        codes = plane.scale[4 * T + b, k] if compact else plane.scale[512 * Kt * T + swizzled_offset(k, b, t)]
-        return x * E8M0[codes.int()].mT[torch.arange(m) // 32]
+        return (4 * s.before + b) * 128 * Kt + k if layout == "compact" else 512 * Kt * s.before + swizzled_offset(k, b, s.tiles)
+    inner = 8 * s.tiles * k + b if layout == "compact" else swizzled_offset(k, b, 2 * s.tiles)
+    return 1024 * Kt * s.before + inner
+
+
+def operand64(q: bs.GroupedTensor, which: str) -> list[Tensor]:
+    """float64 (rows, K) of each group, decoded by address from the plane's own bytes, the global scale included.
+
+    The columnwise plane of a Hadamard format comes transformed, in whole blocks of 16 rows.
+    """
+    return [_decode(q, which, g, s) for g, s in enumerate(spans(q))]
+
+
+def _decode(q: bs.GroupedTensor, which: str, g: int, s: Span) -> Tensor:
+    plane, fmt = q.planes[which], q.format
+    codes = plane.data.flatten()[data_addresses(q, which, s)]
     if isinstance(fmt, bs.NVFP4):
-        blocks = -(-m // 16)
-        data = plane.data[64 * K * T + 64 * t * k + torch.arange(8 * blocks)[None]]
-        x, b = _elements(data, fmt), torch.arange(blocks)[None]
-        compact = plane.layout == "compact"
-        codes = plane.scale[1024 * Kt * T + (8 * t * k + b if compact else swizzled_offset(k, b, 2 * t))]
-        x = x * E4M3[codes.int()].repeat_interleave(16, 1)
-        return x.mT if fmt.hadamard else x.mT[:m]
-    x = _elements(plane.data[128 * K * T + 128 * t * k + torch.arange(m)[None]], fmt).mT
+        x = E2M1[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()]
+    else:
+        x = (E4M3 if fmt.element == "e4m3" else E5M2)[codes.int()]
+    keeps_block = which == "columnwise" and getattr(fmt, "hadamard", False)
+    length = q.shape[1] if which == "rowwise" else x.shape[1] if keeps_block else s.rows
+    x = x[:, :length]
     if isinstance(fmt, bs.FP8Tensor):
-        return x
-    scale = plane.scale[T + torch.arange(m) // 128].double()
-    return x * (scale[:, torch.arange(K) // 128] if fmt.is_2d else scale)
+        x = x * plane.scale[g].double()
+    else:
+        scale = plane.scale.flatten()[scale_addresses(q, which, s)]
+        scale = scale.double() if isinstance(fmt, bs.FP8Block) else (E8M0 if isinstance(fmt, bs.MXFP8) else E4M3)[scale.int()]
+        if isinstance(fmt, bs.FP8Block) and fmt.is_2d:
+            scale = scale.repeat_interleave(128, 0)[: x.shape[0]]
+        x = x * scale.repeat_interleave(fmt.block[1], 1)[:, :length]
+    if isinstance(fmt, bs.NVFP4):
+        x = x * (float(plane.amax[g]) / 2688 if plane.amax[g] else 1.0)
+    return x if which == "rowwise" else x.mT
 
 
 def operand_list(x: bs.GroupedTensor | Tensor, which: str, offsets: Tensor) -> list[Tensor]:
@@ -233,44 +248,32 @@ def offsets_of(sizes: list[int]) -> Tensor:
     return torch.tensor(total)
 
 
-def slots(fmt: bs.formats.Format) -> oracle_formats.Format:
-    """The oracle's name of a format (plain rounding: only addresses are taken from it)."""
-    options = {"block": fmt.block} if hasattr(fmt, "block") else {}
-    return oracle_formats.Format(type(fmt).__name__, options)
-
-
 def poison(q: bs.GroupedTensor, byte: int) -> int:
-    """Overwrite every byte of q that belongs to no live row: data, absent nibbles, scales. Returns how many entries."""
+    """Overwrite every byte of q that belongs to no live element: dead rows, padding, absent nibbles. Returns how many."""
     count = 0
-    layout = next(iter(q.planes.values())).layout
-    marks = oracle_grouped.live(q.offsets.numpy(), q.capacity, q.shape[1], slots(q.format), layout)
     for which, plane in q.planes.items():
-        for tensor, live in ((plane.data, marks[which].data), (plane.scale, marks[which].scale)):
-            dead = ~torch.from_numpy(live)
-            tensor[dead] = math.nan if tensor.dtype == torch.float32 else byte
+        for tensor, addresses in ((plane.data, data_addresses), (plane.scale, scale_addresses)):
+            if isinstance(q.format, bs.FP8Tensor) and tensor is plane.scale:
+                continue
+            dead = torch.ones(tensor.numel(), dtype=torch.bool)
+            for span in spans(q):
+                dead[addresses(q, which, span).flatten()] = False
+            tensor.view(-1)[dead] = math.nan if tensor.dtype == torch.float32 else byte
             count += int(dead.sum())
-        if isinstance(q.format, bs.NVFP4):
+        if isinstance(q.format, bs.NVFP4) and not (q.format.hadamard and which == "columnwise"):
             count += _poison_nibbles(q, which, byte)
     return count
 
 
 def _poison_nibbles(q: bs.GroupedTensor, which: str, byte: int) -> int:
     """The absent elements of partial NVFP4 blocks (a transform block keeps all of its elements)."""
-    data, K, high = getattr(q, which).data, q.shape[1], byte & 0xF0
-    if which == "rowwise":
-        live = slice(0, int(q.offsets[-1]))
-        if K % 2:
-            data[live, K // 2] = (data[live, K // 2] & 15) | high
-        data[live, -(-K // 2) :] = byte
-        return data[live, K // 2 :].numel()
-    if q.format.hadamard:
-        return 0
-    first_tile, count = 0, 0
-    for m in q.offsets.diff().tolist():
-        tiles = -(-m // 128)
-        rows = data[64 * K * first_tile : 64 * K * (first_tile + tiles)].view(K, 64 * tiles)
-        if m % 2:
-            rows[:, m // 2] = (rows[:, m // 2] & 15) | high
-        rows[:, -(-m // 2) :] = byte
-        first_tile, count = first_tile + tiles, count + rows[:, m // 2 :].numel()
+    flat, count = q.planes[which].data.view(-1), 0
+    for span in spans(q):
+        length = q.shape[1] if which == "rowwise" else span.rows
+        where = data_addresses(q, which, span)
+        if length % 2:
+            half = where[:, length // 2]
+            flat[half] = (flat[half] & 15) | (byte & 0xF0)
+        flat[where[:, -(-length // 2) :].flatten()] = byte
+        count += where[:, length // 2 :].numel()
     return count

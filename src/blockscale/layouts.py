@@ -208,18 +208,18 @@ class TileMap:
 
     @cached_property
     def slot(self) -> Tensor:
-        """int64[capacity]: the slot of a row (0 for a dead row)."""
+        """int64[capacity]: the slot of a row, -1 for a dead row."""
         row = torch.arange(self.capacity, device=self.offsets.device)
         slot = self.tile_start[self.group_of_row] * TILE + row - self.offsets[self.group_of_row]
-        return torch.where(self.live, slot, 0)
+        return torch.where(self.live, slot, -1)
 
     def to_frame(self, x: Tensor) -> Tensor:
         """(capacity, ...) -> (128 * num_tiles, ...): each row to its slot, empty slots zero."""
-        return _select(x, self.source, self.source >= 0)
+        return _select(x, self.source)
 
     def to_rows(self, frame: Tensor) -> Tensor:
         """(128 * num_tiles, ...) -> (capacity, ...): inverse of :meth:`to_frame`, dead rows zero."""
-        return _select(frame, self.slot, self.live)
+        return _select(frame, self.slot)
 
     @cached_property
     def _pitch(self) -> Tensor:
@@ -255,8 +255,8 @@ class TileMap:
         return GroupExtent(start, end - start, tile_start, tile_end - tile_start)
 
 
-def _select(x: Tensor, index: Tensor, keep: Tensor) -> Tensor:
-    if x.shape[0] == 0:
-        return x.new_zeros((index.numel(), *x.shape[1:]))
-    rows = x[index.clamp(min=0)]
-    return rows.masked_fill_(~keep.view(-1, *(1,) * (x.dim() - 1)), 0)
+def _select(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of ``x``; a row of zeros where ``index`` is -1."""
+    rows = x.reshape(x.shape[0], -1)
+    padded = F.pad(rows, (0, 0, 0, 1))
+    return padded.index_select(0, torch.where(index < 0, x.shape[0], index)).view(-1, *x.shape[1:])

@@ -25,9 +25,7 @@ SIZES = {
 }
 
 
-def check(
-    fmt, offsets, capacity, K, seed, layout="compact", kind="wide", dtype="float32", dead=float("nan"), amax=None
-):
+def check(fmt, offsets, capacity, K, seed, layout="compact", kind="wide", dtype="float32", dead=float("nan"), amax=None):
     """Quantize rows 0..offsets[-1] of a buffer of `capacity` rows whose other rows hold `dead`; compare all buffers."""
     x, exact = inputs.tensor(kind, capacity, K, seed, dtype)
     live = int(offsets[-1])
@@ -36,11 +34,11 @@ def check(
     extra = {} if rng is None else {"rng": torch.tensor(rng, dtype=torch.int64)}
     if amax is not None:
         extra["amax"] = torch.from_numpy(amax)
-    got = bs.quantize_grouped(
-        x, torch.from_numpy(offsets), make(fmt), rowwise=True, columnwise=True, layout=layout, **extra
-    )
+    got = bs.quantize_grouped(x, torch.from_numpy(offsets), make(fmt), rowwise=True, columnwise=True, layout=layout, **extra)
     want = grouped.quantize(exact, offsets, fmt, layout, amax, rng)
-    assert tuple(got.shape) == (capacity, K) and got.num_groups == len(offsets) - 1 and got.capacity == capacity
+    assert tuple(got.shape) == (capacity, K)
+    assert got.num_groups == len(offsets) - 1
+    assert got.capacity == capacity
     assert got.offsets.tolist() == offsets.tolist()
     for which in PLANES:
         plane, note = getattr(got, which), f"{fmt} {np.diff(offsets).tolist()} capacity {capacity} K {K} {which}"
@@ -60,6 +58,12 @@ def check(
 def test_named_groupings(fmt, sizes):
     offsets = np.concatenate([[0], np.cumsum(SIZES[sizes])]).astype(np.int64)
     check(fmt, offsets, int(offsets[-1]), 72, 1)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("fmt", cases.FEW, ids=str)
+def test_named_groupings_in_a_larger_buffer(fmt, sizes):
+    offsets = np.concatenate([[0], np.cumsum(SIZES[sizes])]).astype(np.int64)
     check(fmt, offsets, int(offsets[-1]) + 100, 40, 2, layout="swizzled" if fmt.has_codes else "compact")
 
 
@@ -125,7 +129,8 @@ def test_group_equals_quantize(fmt):
         alone = bs.quantize(x[rows], make(fmt), columnwise=True, layout=got.group(g).rowwise.layout)
         for which in PLANES:
             one, other = getattr(got.group(g), which), getattr(alone, which)
-            assert torch.equal(one.data, other.data) and torch.equal(one.scale, other.scale), (g, which)
+            assert torch.equal(one.data, other.data), (g, which)
+            assert torch.equal(one.scale, other.scale), (g, which)
 
 
 @pytest.mark.parametrize("fmt", [Format("NVFP4"), Format("NVFP4", {"hadamard": True}), Format("FP8Tensor")], ids=str)
@@ -156,5 +161,6 @@ def test_no_block_spans_two_groups():
 
 def test_offsets_from_sizes():
     got = bs.offsets_from_sizes(torch.tensor([3, 0, 5], dtype=torch.int32))
-    assert got.dtype == torch.int64 and got.tolist() == [0, 3, 3, 8]
+    assert got.dtype == torch.int64
+    assert got.tolist() == [0, 3, 3, 8]
     assert bs.offsets_from_sizes(torch.zeros(0, dtype=torch.int64)).tolist() == [0]

@@ -31,7 +31,7 @@ def test_encode(element):
     assert codes.encode(np.array(values, dtype=F32), element).tolist() == list(expected)
 
 
-@pytest.mark.parametrize("element, count", [("e4m3", 0x7F), ("e5m2", 0x7C), ("e2m1", 8)])
+@pytest.mark.parametrize(("element", "count"), [("e4m3", 0x7F), ("e5m2", 0x7C), ("e2m1", 8)])
 def test_encode_is_the_nearest_code_found_by_search(element, count):
     table = codes.decode(np.arange(count), element).astype(np.float64)
     middle = (table[1:] + table[:-1]) / 2
@@ -65,14 +65,13 @@ def test_decode():
         -4,
         -6,
     ]
-    assert np.isnan(codes.decode(np.array([0x7F]), "e4m3"))[0] and np.isnan(codes.decode(np.array([0x7F]), "e5m2"))[0]
+    assert np.isnan(codes.decode(np.array([0x7F]), "e4m3"))[0]
+    assert np.isnan(codes.decode(np.array([0x7F]), "e5m2"))[0]
 
 
 def test_e8m0():
     above = np.nextafter(F32(1), INF), np.nextafter(F32(2.0**-127), INF), np.nextafter(F32(2.0**-126), INF)
-    v = np.array(
-        [0, 1e-45, 2.0**-127, above[1], 2.0**-126, above[2], 1, above[0], 2.0**127, codes.FLT_MAX, INF, NAN], F32
-    )
+    v = np.array([0, 1e-45, 2.0**-127, above[1], 2.0**-126, above[2], 1, above[0], 2.0**127, codes.FLT_MAX, INF, NAN], F32)
     assert codes.e8m0_ceil(v).tolist() == [0, 0, 0, 1, 1, 2, 127, 128, 254, 254, 254, 255]
     amax = np.array([0, 1e-40, 1.0, 1.99, 448, 2.0**-118, INF, NAN], F32)
     assert codes.e8m0_floor(amax, 8).tolist() == [0, 0, 119, 119, 127, 1, 0xF7, 255]
@@ -83,7 +82,8 @@ def test_e8m0():
 
 def test_pack():
     packed = codes.pack_e2m1(np.array([[1, 2, 15, 0]], dtype=np.uint8))
-    assert packed.tolist() == [[0x21, 0x0F]] and codes.unpack_e2m1(packed).tolist() == [[1, 2, 15, 0]]
+    assert packed.tolist() == [[0x21, 0x0F]]
+    assert codes.unpack_e2m1(packed).tolist() == [[1, 2, 15, 0]]
 
 
 def test_round_to():
@@ -95,7 +95,9 @@ def test_blocks():
     x = np.array([[1, -5, NAN], [2, 3, -0.5]], dtype=F32)
     assert blocks.row_blocks(x, 2)[1].tolist() == [[2, 3], [-0.5, 0]]
     assert blocks.tiles(x, 2)[0, 0].tolist() == [1, -5, 2, 3]
-    assert blocks.amax(x) == 5 and blocks.amax(x[:, 2:], -1).tolist() == [0, 0.5] and blocks.amax(x[:0]) == 0
+    assert blocks.amax(x) == 5
+    assert blocks.amax(x[:, 2:], -1).tolist() == [0, 0.5]
+    assert blocks.amax(x[:0]) == 0
 
 
 def test_philox_known_answers():
@@ -107,7 +109,8 @@ def test_philox_known_answers():
 def test_element_bits():
     r = philox.element_bits(np.array([0x11223344, 0, 0, 0xAABBCCDD], dtype=np.uint32))
     assert [hex(v) for v in r[:4]] == ["0x3344", "0x2233", "0x1122", "0x4411"]
-    assert [hex(v) for v in r[12:]] == ["0xccdd", "0xbbcc", "0xaabb", "0xddaa"] and not r[4:12].any()
+    assert [hex(v) for v in r[12:]] == ["0xccdd", "0xbbcc", "0xaabb", "0xddaa"]
+    assert not r[4:12].any()
     assert philox.block_bits(2, 3, (0, 0), 0, 0)[0, 0, 0] == 0xE8D5
 
 
@@ -118,14 +121,18 @@ def test_mxfp8_row_by_hand():
     x[0, 64] = 2.0**-127
     row = mxfp8.quantize(x)["rowwise"]
     assert row.scale.tolist() == [[127, 128, 0]]
-    assert row.data[0, :4].tolist() == [0x7E, 0x38, 0xC0, 0] and row.data[0, 32:34].tolist() == [0x76, 0x80]
+    assert row.data[0, :4].tolist() == [0x7E, 0x38, 0xC0, 0]
+    assert row.data[0, 32:34].tolist() == [0x76, 0x80]
     assert row.data[0, 64] == 0x38
     floor = mxfp8.quantize(x, scale_rounding="floor")["rowwise"]
-    assert floor.scale.tolist() == [[127, 127, 0]] and floor.data[0, 32] == 0x7E
+    assert floor.scale.tolist() == [[127, 127, 0]]
+    assert floor.data[0, 32] == 0x7E
     e5m2 = mxfp8.quantize(x, element="e5m2")["rowwise"]
-    assert e5m2.scale[0, 0] == 120 and e5m2.data[0, 0] == codes.encode(F32(448 * 128), "e5m2")
+    assert e5m2.scale[0, 0] == 120
+    assert e5m2.data[0, 0] == codes.encode(F32(448 * 128), "e5m2")
     back = mxfp8.dequantize(row, "rowwise", x.shape)
-    assert back[0, [0, 1, 2, 32, 64]].tolist() == [448, 1, -2, 448, 2.0**-127] and np.signbit(back[0, 33])
+    assert back[0, [0, 1, 2, 32, 64]].tolist() == [448, 1, -2, 448, 2.0**-127]
+    assert np.signbit(back[0, 33])
 
 
 def test_mxfp8_columns_tiles_and_specials():
@@ -134,9 +141,11 @@ def test_mxfp8_columns_tiles_and_specials():
     x[0, 0] = NAN
     column = mxfp8.quantize(x)["columnwise"]
     assert column.scale.tolist() == [[255, 119], [119, 254]]
-    assert column.data[:, 0].tolist() == [0x7F] * 32 + [0x78] and column.data[32, 1] == 0x7E
+    assert column.data[:, 0].tolist() == [0x7F] * 32 + [0x78]
+    assert column.data[32, 1] == 0x7E
     ignore = mxfp8.quantize(x, nan="ignore")["columnwise"]
-    assert ignore.scale.tolist() == [[119, 119], [119, 254]] and ignore.data[:2, 0].tolist() == [0x7F, 0x78]
+    assert ignore.scale.tolist() == [[119, 119], [119, 254]]
+    assert ignore.data[:2, 0].tolist() == [0x7F, 0x78]
     tile = mxfp8.quantize(x, block=(32, 32))
     assert tile["rowwise"].scale[:, 0].tolist() == [255] * 32 + [254]
     assert tile["columnwise"].scale.tolist() == [[255, 255], [254, 254]]
@@ -145,8 +154,10 @@ def test_mxfp8_columns_tiles_and_specials():
 
 
 def test_nvfp4_by_hand():
-    assert nvfp4.global_scales(F32(2688)) == (1, 1) and nvfp4.global_scales(F32(0)) == (1, 1)
-    assert nvfp4.global_scales(INF) == (1, 1) and nvfp4.global_scales(F32(1344)) == (2, 0.5)
+    assert nvfp4.global_scales(F32(2688)) == (1, 1)
+    assert nvfp4.global_scales(F32(0)) == (1, 1)
+    assert nvfp4.global_scales(INF) == (1, 1)
+    assert nvfp4.global_scales(F32(1344)) == (2, 0.5)
     assert nvfp4.global_scales(F32(1e-38))[0] == codes.FLT_MAX
     x = np.zeros((2, 18), dtype=F32)
     x[0, :6] = 6, 0.25, 0.75, -5, -0.0, 1.3
@@ -154,13 +165,19 @@ def test_nvfp4_by_hand():
     x[1, 17] = NAN
     both = nvfp4.quantize(x)
     row = both["rowwise"]
-    assert row.amax == 2688 and row.scale.tolist() == [[0x38, 0x7E], [0x00, 0x7F]]
-    assert row.data[0, :3].tolist() == [0x07, 0xE2, 0x38] and row.data[0, 8] == 0xC7 and not row.data[0, 9:].any()
-    assert row.data[1, 8] == 0x77 and not row.data[1, 9:].any()
-    assert both["columnwise"].data.shape == (18, 8) and both["columnwise"].scale[17, 0] == 0x7F
+    assert row.amax == 2688
+    assert row.scale.tolist() == [[0x38, 0x7E], [0x00, 0x7F]]
+    assert row.data[0, :3].tolist() == [0x07, 0xE2, 0x38]
+    assert row.data[0, 8] == 0xC7
+    assert not row.data[0, 9:].any()
+    assert row.data[1, 8] == 0x77
+    assert not row.data[1, 9:].any()
+    assert both["columnwise"].data.shape == (18, 8)
+    assert both["columnwise"].scale[17, 0] == 0x7F
     assert nvfp4.quantize(x, nan="ignore")["rowwise"].data[1, 8] == 0x70
     back = nvfp4.dequantize(row, "rowwise", x.shape)
-    assert back[0, [0, 1, 2, 3, 16, 17]].tolist() == [6, 0, 1, -4, 2688, -896] and np.isnan(back[1, 16])
+    assert back[0, [0, 1, 2, 3, 16, 17]].tolist() == [6, 0, 1, -4, 2688, -896]
+    assert np.isnan(back[1, 16])
     tile = nvfp4.quantize(x, block=(16, 16))["rowwise"]
     assert tile.scale.tolist() == [[0x38, 0x7F], [0x38, 0x7F]]
 
@@ -179,9 +196,11 @@ def test_hadamard():
     assert ones[0].tolist() == [1.0] * 16
     assert ones[3, :8].tolist() == [-1, 1, 1, -1, -1, 1, 1, -1]
     total = nvfp4.hadamard_transform(np.ones(16, dtype=F32))
-    assert total[0] == nvfp4.SIGNS.sum() / 4 and total.dtype == F32
+    assert total[0] == nvfp4.SIGNS.sum() / 4
+    assert total.dtype == F32
     partial = nvfp4.quantize(np.ones((1, 1), dtype=F32), hadamard=True)["columnwise"]
-    assert partial.amax == 0.25 and partial.data.tolist() == [[0x77] * 8]
+    assert partial.amax == 0.25
+    assert partial.data.tolist() == [[0x77] * 8]
 
 
 def test_stochastic_codes():
@@ -197,9 +216,11 @@ def test_fp8_by_hand():
     assert fp8.encode_scale(F32(0), "e5m2", False, 57344.0) == 1
     x = np.array([[896, NAN, 2], [-INF, -0.0, 1]], dtype=F32)
     finite = fp8.quantize_tensor(x[:1])
-    assert finite["rowwise"].data.tolist() == [[0x7E, 0x7F, 0x38]] and finite["rowwise"].scale.tolist() == [2.0]
+    assert finite["rowwise"].data.tolist() == [[0x7E, 0x7F, 0x38]]
+    assert finite["rowwise"].scale.tolist() == [2.0]
     infinite = fp8.quantize_tensor(x)["columnwise"]
-    assert infinite.scale == 1 and infinite.data.tolist() == [[0x7E, 0xFE], [0x7F, 0x80], [0x40, 0x38]]
+    assert infinite.scale == 1
+    assert infinite.data.tolist() == [[0x7E, 0xFE], [0x7F, 0x80], [0x40, 0x38]]
     assert fp8.dequantize_tensor(finite["rowwise"], "rowwise", (1, 3))[0, 0] == 896
 
 
@@ -207,12 +228,14 @@ def test_fp8_block_by_hand():
     x = np.ones((2, 130), dtype=F32)
     x[0, 0], x[1, 129] = 448, 1792
     row, column = fp8.quantize_block(x).values()
-    assert row.scale.tolist() == [[1, 1 / 256], [1 / 256, 4]] and column.scale[0, [0, 1, 129]].tolist() == [
+    assert row.scale.tolist() == [[1, 1 / 256], [1 / 256, 4]]
+    assert column.scale[0, [0, 1, 129]].tolist() == [
         1,
         1 / 256,
         4,
     ]
-    assert column.data.shape == (130, 2) and row.data[1, 128:].tolist() == [0x28, 0x7E]
+    assert column.data.shape == (130, 2)
+    assert row.data[1, 128:].tolist() == [0x28, 0x7E]
     square = fp8.quantize_block(x, block=(128, 128))
     assert square["rowwise"].scale.tolist() == [[1, 4]] == square["columnwise"].scale.tolist()
     assert fp8.dequantize_block(square["columnwise"], "columnwise", x.shape, block=(128, 128))[1, 129] == 1792
@@ -224,13 +247,20 @@ def test_layouts_by_hand():
     assert layouts.swizzle_offset(i, j, 2).tolist() == [0, 16, 4, 1, 512, 1024, 511]
     assert layouts.offset_8x4(np.array([1, 0, 8, 9]), np.array([0, 4, 0, 5]), 2).tolist() == [4, 32, 64, 101]
     codes_ = np.array([[7, 8, 9, 10, 11]], dtype=np.uint8)
-    assert layouts.compact(codes_).shape == (128, 8) and layouts.compact(codes_, True).shape == (4, 128)
+    assert layouts.compact(codes_).shape == (128, 8)
+    assert layouts.compact(codes_, True).shape == (4, 128)
     flat = layouts.swizzled(codes_)
-    assert flat.size == 1024 and flat[512] == 11 and flat[3] == 10 and flat.sum() == 45
+    assert flat.size == 1024
+    assert flat[512] == 11
+    assert flat[3] == 10
+    assert flat.sum() == 45
     column = layouts.swizzled(codes_, True)
-    assert column.size == 512 and column[[0, 16, 64]].tolist() == [7, 8, 11]
+    assert column.size == 512
+    assert column[[0, 16, 64]].tolist() == [7, 8, 11]
     small = layouts.swizzled_8x4(codes_)
-    assert small.size == 64 and small[32] == 11 and layouts.arrange(codes_, "linear") is codes_
+    assert small.size == 64
+    assert small[32] == 11
+    assert layouts.arrange(codes_, "linear") is codes_
 
 
 def test_grouped_by_hand():
@@ -240,36 +270,42 @@ def test_grouped_by_hand():
     e = grouped.Extents(offsets, 200, 40)
     assert (e.t.tolist(), e.T.tolist(), e.tiles, e.Kt) == ([1, 0, 2], [0, 1, 1, 3], 4, 1)
     mx = grouped.quantize(x, offsets, Format("MXFP8"))
-    assert mx["rowwise"].scale.shape == (512, 4) and mx["rowwise"].scale[[0, 1, 128, 256], 0].tolist() == [
+    assert mx["rowwise"].scale.shape == (512, 4)
+    assert mx["rowwise"].scale[[0, 1, 128, 256], 0].tolist() == [
         119,
         0,
         119,
         119,
     ]
-    assert mx["rowwise"].scale[256, 1] == 127 and mx["rowwise"].data[130:].sum() == 0
+    assert mx["rowwise"].scale[256, 1] == 127
+    assert mx["rowwise"].data[130:].sum() == 0
     column = mx["columnwise"].scale
-    assert column.shape == (16, 128) and column[[0, 4, 7, 8, 9], 39].tolist() == [119, 119, 119, 127, 0]
+    assert column.shape == (16, 128)
+    assert column[[0, 4, 7, 8, 9], 39].tolist() == [119, 119, 119, 127, 0]
     swizzled = grouped.quantize(x, offsets, Format("MXFP8"), "swizzled")
     assert swizzled["columnwise"].scale[512 + 512 + 7 * 16 + 4] == 127
     assert swizzled["rowwise"].scale[512 * 2 + 1] == 127
     nv = grouped.quantize(x, offsets, Format("NVFP4"))
-    assert nv["columnwise"].data.size == 64 * 40 * 4 and nv["columnwise"].data[64 * 40 + 64 * 2 * 39 + 64] == 0x07
-    assert nv["columnwise"].scale[1024 + 16 * 39 + 8] == 0x7E and nv["columnwise"].amax.tolist() == [1, 0, 448]
+    assert nv["columnwise"].data.size == 64 * 40 * 4
+    assert nv["columnwise"].data[64 * 40 + 64 * 2 * 39 + 64] == 0x07
+    assert nv["columnwise"].scale[1024 + 16 * 39 + 8] == 0x7E
+    assert nv["columnwise"].amax.tolist() == [1, 0, 448]
     nv_swizzled = grouped.quantize(x, offsets, Format("NVFP4"), "swizzled")["columnwise"].scale
     assert nv_swizzled[1024 + 2 * 512 + 7 * 16 + 4] == 0x7E
     fp = grouped.quantize(x, offsets, Format("FP8Tensor"))
-    assert fp["columnwise"].data[128 * 40 + 256 * 39 + 128] == 0x7E and fp["rowwise"].scale.tolist() == [
+    assert fp["columnwise"].data[128 * 40 + 256 * 39 + 128] == 0x7E
+    assert fp["rowwise"].scale.tolist() == [
         F32(1 / 448),
         1,
         1,
     ]
     block = grouped.quantize(x, offsets, Format("FP8Block"))
-    assert block["columnwise"].scale.shape == (4, 40) and block["columnwise"].scale[2, 39] == 1
-    assert block["rowwise"].scale[129, 0] == 1 and block["rowwise"].scale[130:].sum() == 0
+    assert block["columnwise"].scale.shape == (4, 40)
+    assert block["columnwise"].scale[2, 39] == 1
+    assert block["rowwise"].scale[129, 0] == 1
+    assert block["rowwise"].scale[130:].sum() == 0
     assert (
-        formats.dequantize(
-            formats.quantize(x[:1], Format("FP8Block"))["rowwise"], Format("FP8Block"), "rowwise", (1, 40)
-        )[0, 0]
+        formats.dequantize(formats.quantize(x[:1], Format("FP8Block"))["rowwise"], Format("FP8Block"), "rowwise", (1, 40))[0, 0]
         == 1
     )
     assert grouped.dequantize(x, offsets, Format("MXFP8"), "rowwise")[[0, 129, 130], 39].tolist() == [1, 448, 0]
@@ -277,9 +313,8 @@ def test_grouped_by_hand():
 
 def test_exp_sigmoid_tanh():
     x = np.array([0, 1, 89, INF, -104, -INF], dtype=F32)
-    assert (
-        activations.exp(x).tolist() == [1, F32(np.e), np.inf, np.inf, 0, 0] and np.isnan(activations.exp(F32([NAN])))[0]
-    )
+    assert activations.exp(x).tolist() == [1, F32(np.e), np.inf, np.inf, 0, 0]
+    assert np.isnan(activations.exp(F32([NAN])))[0]
     assert activations.sigmoid(F32([0, 200, -200])).tolist() == [0.5, 1, 0]
     assert activations.tanh(F32([0, 20, -20, INF])).tolist() == [0, 1, -1, 1]
     dense = np.linspace(-80, 80, 100_001).astype(F32)
@@ -291,8 +326,10 @@ def test_exp_sigmoid_tanh():
 def test_split_and_join():
     h = np.arange(8, dtype=F32)[None]
     a, b = activations.split(h, 2)
-    assert a.tolist() == [[0, 1, 4, 5]] and b.tolist() == [[2, 3, 6, 7]]
-    assert activations.join(a, b, 2).tolist() == h.tolist() and activations.split(h, None)[1].tolist() == [[4, 5, 6, 7]]
+    assert a.tolist() == [[0, 1, 4, 5]]
+    assert b.tolist() == [[2, 3, 6, 7]]
+    assert activations.join(a, b, 2).tolist() == h.tolist()
+    assert activations.split(h, None)[1].tolist() == [[4, 5, 6, 7]]
 
 
 def test_activations_by_hand():
@@ -305,7 +342,9 @@ def test_activations_by_hand():
     assert activations.backward(clamped, p, "clamped_swiglu")[0].tolist() == [[0, 0]]
     assert activations.forward(F32([[-2, 3]]), "squared_relu", s).tolist() == [[0, 4.5]]
     dh, ds, size = activations.backward(F32([[-2, 3]]), F32([[1, 2]]), "squared_relu", s)
-    assert dh.tolist() == [[0, 6]] and ds.tolist() == [18] and size.tolist() == [18]
+    assert dh.tolist() == [[0, 6]]
+    assert ds.tolist() == [18]
+    assert size.tolist() == [18]
     assert activations.forward(F32([[400, 2500]]), "situ").tolist() == [[100]]
     assert activations.backward(F32([[0, 2500]]), p, "situ")[0].tolist() == [[50, 0]]
     assert np.isnan(activations.forward(F32([[NAN, 1]]), "clamped_swiglu")).all()

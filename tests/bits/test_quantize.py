@@ -142,7 +142,9 @@ def test_zero_blocks_decode_to_zero(fmt):
             if fmt.option("hadamard", False) and which == "columnwise":
                 continue
             back = got.dequantize(plane=which)
-            assert not back[:128, :128].any() and not back[:128, 128:].any() and not back[128:, :128].any()
+            assert not back[:128, :128].any()
+            assert not back[:128, 128:].any()
+            assert not back[128:, :128].any()
             assert bool((back[128:, 128:] != 0).all()) == (beside != 0.0)
 
 
@@ -205,13 +207,18 @@ def test_nan_marks_its_block_and_no_other():
     for name, length in (("MXFP8", 32), ("NVFP4", 16)):
         for which in PLANES:
             lost = bs.quantize(x, make(Format(name)), columnwise=True).dequantize(plane=which).isnan()
-            assert lost.sum() == length and (lost[5].sum() == (length if which == "rowwise" else 1))
+            assert lost.sum() == length
+            assert lost[5].sum() == (length if which == "rowwise" else 1)
     lost = bs.quantize(x, bs.FP8Tensor(), columnwise=True).dequantize().isnan()
-    assert lost.sum() == 1 and lost[5, 40]
+    assert lost.sum() == 1
+    assert lost[5, 40]
 
 
 def test_scale_buffer_padding_is_zero():
     x = torch.full((33, 40), 5.0)
     row = bs.quantize(x, bs.MXFP8(block=(32, 32))).rowwise.scale
     live = ceil_div(40, 32)
-    assert row.shape == (128, 4) and row[:33, :live].all() and not row[33:].any() and not row[:, live:].any()
+    assert row.shape == (128, 4)
+    assert row[:33, :live].all()
+    assert not row[33:].any()
+    assert not row[:, live:].any()

@@ -50,7 +50,8 @@ def test_the_zero_counter_known_answer_through_quantize():
 def test_the_mean_is_the_value(y, sign):
     values = row_values(sign * y, 400, 40, (int(y * 10), 9)).double()
     low, high = values.min(), values.max()
-    assert low < sign * y < high and values.unique().numel() == 2
+    assert low < sign * y < high
+    assert values.unique().numel() == 2
     deviation = float(values.std() / values.numel() ** 0.5)
     assert abs(float(values.mean()) - float(F32(sign * y))) < 4.5 * deviation + float(high - low) * 2**-17
 
@@ -72,7 +73,8 @@ def test_same_bits_twice_and_others_for_another_seed_offset_or_plane():
         return q.rowwise.data, q.columnwise.data
 
     row, column = data(3, 4)
-    assert torch.equal(row, data(3, 4)[0]) and torch.equal(column, data(3, 4)[1])
+    assert torch.equal(row, data(3, 4)[0])
+    assert torch.equal(column, data(3, 4)[1])
     for other in (data(4, 4)[0], data(3, 5)[0], column):
         assert 0.05 < (row != other).float().mean() < 0.95
 
@@ -84,7 +86,9 @@ def test_a_generator_gives_the_same_bits_again():
     )
     generator = torch.Generator().manual_seed(9)
     one, two = (bs.quantize(x, bs.NVFP4(stochastic=True), generator=generator).rowwise.data for _ in "12")
-    assert torch.equal(first, again) and torch.equal(first, one) and not torch.equal(one, two)
+    assert torch.equal(first, again)
+    assert torch.equal(first, one)
+    assert not torch.equal(one, two)
 
 
 def test_counters_of_a_group_start_at_its_first_row():

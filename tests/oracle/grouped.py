@@ -127,10 +127,7 @@ def quantize(
     result = {}
     for which in PLANES:
         planes = [group[which] for group in groups]
-        if fmt.has_codes:
-            scale = _codes(planes, fmt, which, layout, e)
-        else:
-            scale = _float_scales(planes, fmt, which, e)
+        scale = _codes(planes, fmt, which, layout, e) if fmt.has_codes else _float_scales(planes, fmt, which, e)
         held = np.array([plane.amax[0] for plane in planes], dtype=np.float32) if fmt.has_amax else None
         result[which] = GroupedPlane(_data(planes, fmt, which, e), scale, held)
     return result

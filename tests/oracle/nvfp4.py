@@ -58,9 +58,7 @@ def stochastic_codes(y: np.ndarray, r: np.ndarray) -> np.ndarray:
     return codes.encode(np.where(np.isnan(y), y, np.copysign(magnitude.astype(F32), y)), "e2m1")
 
 
-def _elements(
-    cut: np.ndarray, scale: np.ndarray, decode: np.float32, width: int, random: np.ndarray | None
-) -> np.ndarray:
+def _elements(cut: np.ndarray, scale: np.ndarray, decode: np.float32, width: int, random: np.ndarray | None) -> np.ndarray:
     """Packed codes (R, 8*blocks) of (R, blocks, 16); elements past width are absent."""
     with np.errstate(all="ignore"):
         y = cut * encode_factors(scale, decode)[..., None]

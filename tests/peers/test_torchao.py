@@ -98,11 +98,14 @@ def test_nvfp4_bfloat16_where_the_tensor_scale_is_a_power_of_two(power):
     x = torch.randn(256, 512, generator=torch.Generator().manual_seed(power + 50)) * 2.0 ** (power + 9)
     x = x.to(torch.bfloat16)
     wrong_scales, wrong_codes, compared = compare_nvfp4(x, torch.tensor(2688.0 * 2.0**power))
-    assert (wrong_scales, wrong_codes) == (0, 0) and compared > 100_000
+    assert (wrong_scales, wrong_codes) == (0, 0)
+    assert compared > 100_000
 
 
 def test_nvfp4_normal_data():
     """With its own amax, the two orders of rounding differ by an ulp: almost no code moves."""
     x = torch.randn(256, 512, generator=torch.Generator().manual_seed(3))
     wrong_scales, wrong_codes, compared = compare_nvfp4(x, x.abs().max())
-    assert wrong_scales <= 2 and wrong_codes <= 40 and compared == x.numel()
+    assert wrong_scales <= 2
+    assert wrong_codes <= 40
+    assert compared == x.numel()

@@ -30,12 +30,9 @@ E5M2 = ElementType("e5m2", 8, 57344.0, 15)
 E2M1 = ElementType("e2m1", 4, 6.0, 2)
 ELEMENTS = {e.name: e for e in (E4M3, E5M2, E2M1)}
 
-NAN_CODE = {"e4m3": 0x7F, "e5m2": 0x7F, "e2m1": 0x07}
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 _TORCH_DTYPE = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-# |v| is code n when it passes n of these; a tie goes to the even code, so odd-to-even midpoints belong to the upper side.
-_E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def element(name: str) -> ElementType:
@@ -60,18 +57,18 @@ def encode(x: Tensor, name: str) -> Tensor:
         raise TypeError(f"x has dtype {x.dtype}; element codes are made from torch.float32")
     if kind is E2M1:
         return _encode_e2m1(x)
-    # clamp keeps NaN and the sign of zero; the cast itself rounds to nearest even but its overflow differs by version
+    # clamp keeps NaN and the sign of zero; the cast itself rounds to nearest even, but its overflow differs by version
     codes = x.clamp(-kind.max, kind.max).to(_TORCH_DTYPE[name]).view(torch.uint8)
-    return codes.masked_fill_(x.isnan(), NAN_CODE[name])
+    return codes ^ (codes & ~(codes + 1) & 0x80)  # a NaN with its sign, 0xFF, becomes 0x7F: nothing else has this bit set
 
 
 def _encode_e2m1(x: Tensor) -> Tensor:
-    magnitude = x.abs()
-    codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
-    for n, midpoint in enumerate(_E2M1_MIDPOINTS):
-        codes += magnitude > midpoint if n % 2 == 0 else magnitude >= midpoint
-    codes |= torch.signbit(x).to(torch.uint8) << 3
-    return codes.masked_fill_(x.isnan(), NAN_CODE["e2m1"])
+    """Codes 0..4 are steps of 0.5, 4..6 of 1, 6..7 of 2: the least of the three roundings is the right one, ties included."""
+    x = x.nan_to_num(nan=E2M1.max)
+    a = x.abs().clamp_(max=E2M1.max)
+    code = torch.minimum((a * 2).round_(), a.round().add_(2))
+    code = torch.minimum(code, (a * 0.5).round_().add_(4)).to(torch.int32)
+    return (code | ((x.view(torch.int32) >> 28) & 8)).to(torch.uint8)
 
 
 def decode(codes: Tensor, name: str) -> Tensor:
@@ -81,8 +78,9 @@ def decode(codes: Tensor, name: str) -> Tensor:
         raise TypeError(f"codes has dtype {codes.dtype}; element codes are torch.uint8")
     if kind is E2M1:
         table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], dtype=torch.float32, device=codes.device)
-        return table[codes.int()]
-    return codes.view(_TORCH_DTYPE[name]).float()
+    else:
+        table = torch.arange(256, dtype=torch.uint8, device=codes.device).view(_TORCH_DTYPE[name]).float()
+    return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 def pack_e2m1(codes: Tensor) -> Tensor:

@@ -37,26 +37,27 @@ def hadamard(x_RBv: Tensor) -> Tensor:
 
 
 def random_bits(rng: Tensor, j_B: Tensor, i_RB: Tensor, g_RB: Tensor, plane: int) -> Tensor:
-    """int64 (R, B, 16) in 0..65535: one Philox call per block, two uses of each byte pair.
+    """int64 (R, B, 16) in 0..65535: one Philox call per block, element t takes 16 bits of its word from byte t & 3 on.
 
     Args:
         rng: int64[2], (seed, offset).
         j_B, i_RB, g_RB: block along the contraction, other index (both within the group), group; broadcast together.
         plane: 0 rowwise, 1 columnwise.
     """
-    words = philox(rng[0], j_B, i_RB, g_RB, 2 * rng[1] + plane)
-    t = torch.arange(BLOCK, device=rng.device)
-    word, turn = words[..., t >> 2], 8 * (t & 3)
-    return ((word >> turn) | (word << (32 - turn))) & 0xFFFF
+    w = philox(rng[0], j_B, i_RB, g_RB, 2 * rng[1] + plane)
+    turned = torch.stack((w, w >> 8, w >> 16, (w >> 24) | (w << 8)), dim=-1)  # rotated by 8 * (t & 3), t = 4 * word + turn
+    return (turned & 0xFFFF).flatten(-2)
 
 
 def stochastic_codes(y: Tensor, bits: Tensor) -> Tensor:
     """E2M1 codes of float32 ``y`` rounded up with probability close to the fraction of the step."""
     a = y.abs().clamp_(max=6.0)
-    step = torch.full_like(a, 2.0).masked_fill_(a < 4, 1.0).masked_fill_(a < 2, 0.5)
-    n = (a / step).floor()
-    up = (a / step - n) * 65536 > bits + 0.5
-    return encode(torch.copysign(step * (n + up), y), "e2m1")
+    # half the power of two below a, at least 0.5: 0.5 below 2, 1 below 4, 2 above
+    step = ((a.view(torch.int32) & 0x7F800000).view(torch.float32) * 0.5).clamp_(min=0.5)
+    part = a / step
+    n = part.floor()
+    up = part.sub_(n).mul_(65536) > bits + 0.5
+    return encode(n.add_(up).mul_(step).copysign_(y), "e2m1")
 
 
 def quantize_rows(

@@ -56,10 +56,10 @@ def values(plane: Logical, fmt: Format, which: str, tiles: TileMap, K: int, *, w
         if per_tile is not None:
             s = s * per_tile.repeat_interleave(s.shape[0] // T).view(-1, *(1,) * (s.dim() - 1))
         x = _times_blocks(q, s, fmt, which, T, K)
-    live = tiles.source >= 0
-    if isinstance(fmt, NVFP4) and fmt.hadamard and which == "columnwise":  # a partial transform block is wholly data
-        live = live.view(-1, fmt.block_length).any(1).repeat_interleave(fmt.block_length)
-    return x.masked_fill(~live[:, None], 0)
+    if isinstance(fmt, NVFP4) and which == "columnwise" and not fmt.hadamard:
+        # elsewhere absent elements are zero already (a partial transform block is wholly data)
+        x = x.masked_fill((tiles.source < 0)[:, None], 0)
+    return x
 
 
 def _times_blocks(q: Tensor, s: Tensor, fmt: Format, which: str, T: int, K: int) -> Tensor:
