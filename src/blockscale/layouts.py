@@ -16,6 +16,7 @@ Every padding byte is zero. Source: the cuBLAS documentation of the 1D block sca
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -257,6 +258,6 @@ class TileMap:
 
 def _select(x: Tensor, index: Tensor) -> Tensor:
     """Rows of ``x``; a row of zeros where ``index`` is -1."""
-    rows = x.reshape(x.shape[0], -1)
+    rows = x.reshape(x.shape[0], math.prod(x.shape[1:]))
     padded = F.pad(rows, (0, 0, 0, 1))
-    return padded.index_select(0, torch.where(index < 0, x.shape[0], index)).view(-1, *x.shape[1:])
+    return padded.index_select(0, torch.where(index < 0, x.shape[0], index)).view(index.shape[0], *x.shape[1:])

@@ -3,6 +3,8 @@
 The operands are decoded by address from their bytes with tables written from the definition of the codes (support.py).
 """
 
+import itertools
+
 import pytest
 import torch
 from support import GEMM_BOUND, calc_diff, gemm64, normal, offsets_of, operand64, worst_group
@@ -32,6 +34,7 @@ SIZES = {
     "one": ([77], 77),
     "first_empty": ([0, 31, 129], 161),
 }
+SHAPES = [(70, 45), (33, 129), (130, 1), (96, 64)]
 
 
 def operand(x, offsets, fmt, layout="compact", seed=7):
@@ -55,7 +58,7 @@ def roles(x, w, dy):
     return {"forward": (x, w), "dgrad": (dy, w), "wgrad": (dy, x)}
 
 
-@pytest.mark.parametrize(("case", "shape"), [("many", (70, 45)), ("many", (33, 129)), ("one", (130, 1)), ("first_empty", (96, 64))])
+@pytest.mark.parametrize(("case", "shape"), list(itertools.product(SIZES, SHAPES)))
 @pytest.mark.parametrize("name", TRIPLES)
 def test_every_role_against_float64(name, case, shape):
     sizes, capacity = SIZES[case]
@@ -72,7 +75,7 @@ def test_every_role_against_float64(name, case, shape):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["bf16", "mxfp8", "nvfp4_hadamard", "fp8tensor", "fp8block"])
 def test_half_precision_inputs(name, dtype):
-    sizes, capacity = SIZES["first_empty"]
+    sizes, capacity = SIZES["many"]
     x, w, dy, offsets = problem(TRIPLES[name], sizes, capacity, 70, 45, dtype=dtype)
     for role, (a, b) in roles(x, w, dy).items():
         got = bs.grouped_gemm(a, b, role=role, offsets=offsets, out_dtype=torch.float32)

@@ -62,7 +62,7 @@ def quantize_block_planes(frame_PK: Tensor, tiles: TileMap, fmt: FP8Block, rowwi
             scale_PB = scale_of(block_amax(blocks_PBv.abs(), "ignore"), fmt)
             kept = divide(1.0, scale_PB).masked_fill_((tiles.source < 0)[:, None], 0)
         codes = encode(blocks_PBv * scale_PB[..., None], fmt.element)
-        row = Logical(codes.view(P, -1)[:, :K], kept)
+        row = Logical(codes.flatten(1)[:, :K], kept)
     if columnwise:
         blocks_TvK = frame_PK.view(T, TILE, K)
         if not fmt.is_2d:

@@ -33,7 +33,7 @@ def quantize_planes(frame_PK: Tensor, fmt: MXFP8, rowwise: bool, columnwise: boo
     row, column = None, None
     if fmt.is_2d:
         amax_PB = block_amax(blocks_PBv.abs(), fmt.nan)
-        square = scale_code(block_amax(amax_PB.view(P // BLOCK, BLOCK, -1).mT, fmt.nan), fmt)
+        square = scale_code(block_amax(amax_PB.view(P // BLOCK, BLOCK, blocks_PBv.shape[1]).mT, fmt.nan), fmt)
         scale_PB = square.repeat_interleave(BLOCK, 0)
         scale_PK = square.repeat_interleave(BLOCK, 1)[:, :K]
     else:
@@ -41,7 +41,7 @@ def quantize_planes(frame_PK: Tensor, fmt: MXFP8, rowwise: bool, columnwise: boo
         scale_PK = scale_code(block_amax(blocks_PvK.abs().mT, fmt.nan), fmt) if columnwise else frame_PK
     if rowwise:
         codes = encode(blocks_PBv * e8m0_inverse(scale_PB)[..., None], fmt.element)
-        row = Logical(codes.view(P, -1)[:, :K], scale_PB)
+        row = Logical(codes.flatten(1)[:, :K], scale_PB)
     if columnwise:
         codes = encode(blocks_PvK * e8m0_inverse(scale_PK)[:, None], fmt.element)
         column = Logical(codes.view(P, K), scale_PK)

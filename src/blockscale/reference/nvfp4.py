@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blockscale.formats import NVFP4, decode, encode, pack_e2m1
 from blockscale.formats.scales import FLT_MAX, divide, nvfp4_encode_scale, reciprocal_f32
-from blockscale.layouts import TILE, TileMap
+from blockscale.layouts import TILE, TileMap, ceil_div
 from blockscale.reference.philox import philox
 from blockscale.reference.planes import Planes, block_amax, group_amax, of_tile
 from blockscale.tensors.arrange import Logical
@@ -95,8 +95,8 @@ def quantize_planes(
 ) -> Planes:
     """Both planes of a float32 frame (P, K); ``amax`` float32 (2, G) when given, ``rng`` int64[2] when stochastic."""
     T, (P, K) = tiles.num_tiles, frame_PK.shape
-    x_PBv = F.pad(frame_PK, (0, -K % BLOCK)).view(P, -1, BLOCK)
-    square = block_amax(x_PBv.abs(), fmt.nan).view(P // BLOCK, BLOCK, -1).mT if fmt.is_2d else None
+    x_PBv = F.pad(frame_PK, (0, -K % BLOCK)).view(P, ceil_div(K, BLOCK), BLOCK)
+    square = block_amax(x_PBv.abs(), fmt.nan).view(P // BLOCK, BLOCK, x_PBv.shape[1]).mT if fmt.is_2d else None
     square = None if square is None else block_amax(square, fmt.nan)
     row, column = None, None
     if rowwise:
@@ -136,7 +136,7 @@ def _columns(x_TKBv: Tensor, tiles: TileMap, fmt: NVFP4, square: Tensor | None, 
     amax_T11 = of_tile(amax, tiles)[:, None, None]
     scale, bits = None, None
     if square is not None:
-        square_TKB = square.view(T, B, -1).mT.repeat_interleave(BLOCK, 1)[:, :K]
+        square_TKB = square.view(T, B, square.shape[1]).mT.repeat_interleave(BLOCK, 1)[:, :K]
         scale = block_scale(square_TKB, nvfp4_encode_scale(amax_T11))
     if fmt.stochastic:
         assert rng is not None

@@ -88,7 +88,7 @@ class Batches:
     class Config:
         """``size`` windows of ``context`` bytes a step; ``validation`` fixed batches of the same shape."""
 
-        size: int = 16
+        size: int = 8
         context: int = 128
         validation: int = 8
 

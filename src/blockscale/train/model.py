@@ -113,7 +113,7 @@ class Transformer(nn.Module):
         """``width`` H, ``layers`` blocks."""
 
         width: int = 128
-        layers: int = 4
+        layers: int = 3
         attention: Attention.Config = field(default_factory=Attention.Config)
         experts: Experts.Config = field(default_factory=Experts.Config)
 

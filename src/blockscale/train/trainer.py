@@ -84,7 +84,7 @@ class Trainer:
     class Config:
         """``evaluate_every`` and ``checkpoint_every`` are in steps."""
 
-        steps: int = 200
+        steps: int = 300
         evaluate_every: int = 25
         checkpoint_every: int = 50
         optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -1,0 +1,168 @@
+"""GroupedLinear and GroupedMLP composed by hand from the public stages: what their autograd must equal, by bits.
+
+Legend: M rows (capacity), H hidden, I intermediate, W columns of the pre-activation, G groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from support import normal, offsets_of
+from torch import Tensor
+
+import blockscale as bs
+from blockscale.activations import parse
+from blockscale.recipes import Recipe
+
+#: entries of a result that are sums of rows: compared with float64 within a bound, the rest by bits
+SUMS = ("b1", "b2")
+
+
+def quantized(
+    x: Tensor, offsets: Tensor | None, fmt: bs.formats.Format | None, rng: Tensor | None = None
+) -> bs.GroupedTensor | Tensor:
+    """Both planes of x; x itself without a format."""
+    return x if fmt is None else bs.quantize_grouped(x, offsets, fmt, columnwise=True, rng=rng)
+
+
+@dataclass
+class Problem:
+    """Everything one step of an MLP takes. ``dy`` is the upstream gradient."""
+
+    x: Tensor
+    w1: Tensor
+    w2: Tensor
+    dy: Tensor
+    offsets: Tensor
+    probs: Tensor | None = None
+    b1: Tensor | None = None
+    b2: Tensor | None = None
+    rng: Tensor | None = None
+    activation: str = "swiglu"
+    interleave: int | None = None
+
+    def leaves(self) -> dict[str, Tensor]:
+        """What can have a gradient."""
+        named = {name: getattr(self, name) for name in ("x", "w1", "w2", "probs", "b1", "b2")}
+        return {name: t for name, t in named.items() if t is not None}
+
+
+def problem(
+    sizes: list[int],
+    capacity: int,
+    H: int,
+    I: int,  # noqa: E741
+    *,
+    activation: str = "swiglu",
+    interleave: int | None = None,
+    bias: bool = False,
+    probs: bool = False,
+    dtype: torch.dtype = torch.float32,
+    weight_dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> Problem:
+    """Random tensors; rows, weights and gradients of very different size; dead rows hold numbers too."""
+    G, W, wd = len(sizes), parse(activation).pre_width(I), weight_dtype or dtype
+    return Problem(
+        x=normal(capacity, H, seed=seed + 1, spread=1.0, dtype=dtype),
+        w1=(normal(G, W, H, seed=seed + 2, spread=0.5) / H**0.5).to(wd),
+        w2=(normal(G, H, I, seed=seed + 4, spread=0.5) / I**0.5).to(wd),
+        dy=normal(capacity, H, seed=seed + 6, spread=1.0, dtype=dtype),
+        offsets=offsets_of(sizes),
+        probs=torch.rand(capacity, generator=torch.Generator().manual_seed(seed + 8)) + 0.1 if probs else None,
+        b1=normal(G, W, seed=seed + 9, dtype=wd) if bias else None,
+        b2=normal(G, H, seed=seed + 10, dtype=wd) if bias else None,
+        rng=torch.tensor([seed - 5, 11]),
+        activation=activation,
+        interleave=interleave,
+    )
+
+
+def _group_sums(x: Tensor, offsets: Tensor) -> Tensor:
+    return torch.stack([x[a:b].sum(0) for a, b in pairwise(offsets.tolist())])
+
+
+def mlp(p: Problem, r: Recipe) -> dict[str, Tensor]:
+    """y, every gradient (dw float32, before the rounding to the weight's dtype; bias sums and the bias part of ds in float64)."""
+    dtype, offsets = p.x.dtype, p.offsets
+    x_q = quantized(p.x, offsets, r.input)
+    w1_q, w2_q = quantized(p.w1, None, r.weight), quantized(p.w2, None, r.weight)
+    h = bs.grouped_gemm(x_q, w1_q, offsets=offsets, bias=p.b1, out_dtype=dtype).requires_grad_()
+    s = None if p.probs is None else p.probs.clone().requires_grad_()
+    a = bs.activation(h, p.activation, probs=s, interleave=p.interleave, offsets=offsets)
+    a_q = quantized(a.detach(), offsets, r.input)
+    scale = p.probs if p.b2 is not None else None
+    y = bs.grouped_gemm(a_q, w2_q, offsets=offsets, bias=p.b2, bias_scale=scale, out_dtype=dtype)
+
+    later = None if p.rng is None else p.rng + torch.tensor([0, 1])
+    dy_q = quantized(p.dy, offsets, r.gradient, p.rng)
+    a.backward(bs.grouped_gemm(dy_q, w2_q, role="dgrad", offsets=offsets, out_dtype=dtype))
+    dh_q = quantized(h.grad, offsets, r.gradient, later)
+    result = {
+        "y": y,
+        "x": bs.grouped_gemm(dh_q, w1_q, role="dgrad", offsets=offsets, out_dtype=dtype),
+        "w1": bs.grouped_gemm(dh_q, x_q, role="wgrad", offsets=offsets),
+        "w2": bs.grouped_gemm(dy_q, a_q, role="wgrad", offsets=offsets),
+    }
+    rows = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+    live = slice(0, len(rows))
+    dy = p.dy[live].double()
+    if s is not None:
+        result["probs"] = s.grad
+        if p.b2 is not None:
+            result["probs"] = s.grad.double()
+            result["probs"][live] += (dy * p.b2.double()[rows]).sum(1)
+    if p.b1 is not None:
+        result["b1"] = _group_sums(h.grad[live].double(), offsets)
+    if p.b2 is not None:
+        result["b2"] = _group_sums(dy if p.probs is None else dy * p.probs[live, None].double(), offsets)
+    return result
+
+
+def linear(p: Problem, r: Recipe) -> dict[str, Tensor]:
+    """The first linear alone (x, w1, b1, upstream gradient of its width in dy)."""
+    offsets, dtype = p.offsets, p.x.dtype
+    x_q, w_q = quantized(p.x, offsets, r.input), quantized(p.w1, None, r.weight)
+    dy_q = quantized(p.dy, offsets, r.gradient, p.rng)
+    result = {
+        "y": bs.grouped_gemm(x_q, w_q, offsets=offsets, bias=p.b1, out_dtype=dtype),
+        "x": bs.grouped_gemm(dy_q, w_q, role="dgrad", offsets=offsets, out_dtype=dtype),
+        "w1": bs.grouped_gemm(dy_q, x_q, role="wgrad", offsets=offsets),
+    }
+    if p.b1 is not None:
+        result["b1"] = _group_sums(p.dy[: int(offsets[-1])].double(), offsets)
+    return result
+
+
+def run_mlp(
+    p: Problem, r: Recipe | None, needs: tuple[str, ...] | None = None, main_grads: tuple[Tensor, Tensor] | None = None
+) -> dict[str, Tensor | None]:
+    """y and the gradients of the operator; ``needs``: which leaves require one (all by default)."""
+    leaves = {name: t.clone().requires_grad_(needs is None or name in needs) for name, t in p.leaves().items()}
+    y = bs.grouped_mlp(
+        leaves["x"],
+        leaves["w1"],
+        leaves["w2"],
+        p.offsets,
+        activation=p.activation,
+        interleave=p.interleave,
+        probs=leaves.get("probs"),
+        b1=leaves.get("b1"),
+        b2=leaves.get("b2"),
+        recipe=r,
+        main_grads=main_grads,
+        rng=p.rng,
+    )
+    if y.requires_grad:
+        y.backward(p.dy)
+    return {"y": y.detach(), **{name: t.grad for name, t in leaves.items()}}
+
+
+def run_linear(p: Problem, r: Recipe | None, main_grad: Tensor | None = None) -> dict[str, Tensor | None]:
+    """y and the gradients of the operator ``grouped_linear``."""
+    leaves = {name: t.clone().requires_grad_() for name, t in (("x", p.x), ("w1", p.w1), ("b1", p.b1)) if t is not None}
+    y = bs.grouped_linear(leaves["x"], leaves["w1"], p.offsets, leaves.get("b1"), recipe=r, main_grad=main_grad, rng=p.rng)
+    y.backward(p.dy)
+    return {"y": y.detach(), **{name: t.grad for name, t in leaves.items()}}
