@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 from blockscale.cli import app
 from blockscale.report import make_progress
 
-TINY = "--batch 4 --context 32 --width 32 --layers 2 --experts 4 --intermediate 32 --device cpu --evaluate-every 10".split()
+_TINY = "--batch 4 --context 32 --width 32 --layers 2 --experts 4 --intermediate 32 --device cpu"
+TINY = [*_TINY.split(), "--evaluate-every", "10", "--learning-rate", "0.005"]
 COMMAND = [sys.executable, "-c", "from blockscale.cli import app; app()"]
 
 
@@ -61,7 +62,8 @@ def test_help_names_the_commands_and_their_options():
 def test_info_tells_versions_devices_formats_recipes():
     found = json.loads(blockscale("info", "--json").stdout)
     assert found["versions"]["torch"] == torch.__version__
-    assert "cpu" in found["devices"] and "reference" in found["backends"]
+    assert "cpu" in found["devices"]
+    assert "reference" in found["backends"]
     assert found["formats"]["MXFP8"].startswith("mxfp8:element=e4m3:block=1x32")
     assert set(found["recipes"]) == {"bf16", "mxfp8", "nvfp4", "fp8block", "fp8current"}
     assert torch.__version__ in blockscale("info").stdout
@@ -72,7 +74,9 @@ def test_a_run_ends_with_table_verdicts_and_files(finished):
     assert result.exit_code == 0, result.output
     assert re.search(r"MXFP8 +\d\.\d{4} +\d\.\d{4} +[+-]\d\.\d\d % +0\.\d{4} ", result.stdout)
     assert re.search(r"FP8 block within 1 % of bf16: yes \([+-]0\.\d\d %\)", result.stdout)
-    assert "MXFP8: step 20/20  loss" in result.stderr and "tokens/s" in result.stderr and " left" in result.stderr
+    assert "MXFP8: step 20/20  loss" in result.stderr
+    assert "tokens/s" in result.stderr
+    assert " left" in result.stderr
     assert sorted(path.name for path in out.iterdir()) == ["checkpoints", "curves.png", "report.html", "results.json"]
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
 
@@ -81,14 +85,18 @@ def test_results_json_holds_what_the_table_shows(finished):
     out, _ = finished
     results = json.loads((out / "results.json").read_text())
     base, low = results["recipes"]["bf16"], results["recipes"]["mxfp8"]
-    assert base["losses"][0] > 5.5 and base["losses"][-1] < 4.7
+    assert base["losses"][0] > 5.5
+    assert base["losses"][-1] < 4.7
     assert low["gap_percent"] == pytest.approx(100 * (low["validation_loss"] / base["validation_loss"] - 1), abs=1e-9)
     assert low["initial_weights_sha256"] == base["initial_weights_sha256"]
     assert low["batches_sha256"] == base["batches_sha256"]
     assert low["final_weights_sha256"] != base["final_weights_sha256"]
-    assert len(results["data"]["sha256"]) == 64 and results["data"]["bytes"] > 3_000_000
-    assert results["environment"]["torch"] == torch.__version__ and results["environment"]["threads"] == "1"
-    assert results["config"]["training"]["steps"] == 20 and "saved_tensors_hooks" in results["methods"]["saved_bytes"]
+    assert len(results["data"]["sha256"]) == 64
+    assert results["data"]["bytes"] > 3_000_000
+    assert results["environment"]["torch"] == torch.__version__
+    assert results["environment"]["threads"] == "1"
+    assert results["config"]["training"]["steps"] == 20
+    assert "saved_tensors_hooks" in results["methods"]["saved_bytes"]
     assert [verdict["holds"] for verdict in results["verdicts"]] == [True, True]
 
 
@@ -97,12 +105,16 @@ def test_the_html_report_stands_alone(finished):
     page = (out / "report.html").read_text()
     results = json.loads((out / "results.json").read_text())
     assert not re.search(r"https?://|<script|<link|@import|\bsrc=|url\((?!#)", page)
-    assert page.count('class="chart"') == 2 and page.count("<polyline") >= 8
+    assert page.count('class="chart"') == 2
+    assert page.count("<polyline") >= 8
     assert f"{results['recipes']['mxfp8']['validation_loss']:.4f}" in page
-    assert results["data"]["sha256"] in page and torch.__version__ in page
+    assert results["data"]["sha256"] in page
+    assert torch.__version__ in page
     assert "MXFP8 within 1 % of bf16: <b>yes</b>" in page
     for text in (page, (out / "results.json").read_text()):
-        assert str(out) not in text and sysconfig.get_paths()["stdlib"] not in text and str(Path.home()) not in text
+        assert str(out) not in text
+        assert sysconfig.get_paths()["stdlib"] not in text
+        assert str(Path.home()) not in text
 
 
 def test_a_finished_run_resumed_reports_the_same_again(finished):
@@ -116,7 +128,9 @@ def test_a_finished_run_resumed_reports_the_same_again(finished):
 def test_json_leaves_stdout_to_the_machine(text, tmp_path):
     result = blockscale("train", *TINY, "--data", text, "--recipe", "nvfp4", "--steps", 3, "--out", tmp_path / "o", "--json")
     results = json.loads(result.stdout)
-    assert result.exit_code == 0 and results["data"]["source"] == text and results["verdicts"] == []
+    assert result.exit_code == 0
+    assert results["data"]["source"] == text
+    assert results["verdicts"] == []
     assert results["recipes"]["nvfp4"]["gap_percent"] is None
 
 
@@ -133,7 +147,8 @@ def test_without_matplotlib_the_rest_is_written(text, tmp_path, monkeypatch):
 def test_a_gap_beyond_the_bound_is_a_finding(text, tmp_path, monkeypatch):
     monkeypatch.setattr("blockscale.train.job.JobResult.gap_percent", lambda self, recipe: 1.01 if recipe == "mxfp8" else None)
     result = blockscale("train", *TINY, "--data", text, "--recipe", "bf16,mxfp8", "--steps", 2, "--out", tmp_path / "o")
-    assert result.exit_code == 1 and "MXFP8 within 1 % of bf16: no (+1.01 %)" in result.stdout
+    assert result.exit_code == 1
+    assert "MXFP8 within 1 % of bf16: no (+1.01 %)" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -151,7 +166,9 @@ def test_a_gap_beyond_the_bound_is_a_finding(text, tmp_path, monkeypatch):
 )
 def test_wrong_use_exits_2_and_says_what_is_legal(tmp_path, arguments, message):
     result = blockscale("train", "--out", tmp_path / "o", *arguments)
-    assert result.exit_code == 2 and message in result.stderr and result.stdout == ""
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
     assert not (tmp_path / "o").exists()
 
 
@@ -159,9 +176,11 @@ def test_a_folder_with_a_run_is_not_overwritten_by_accident(finished):
     out, _ = finished
     before = (out / "results.json").read_bytes()
     result = blockscale("train", *TINY, "--out", out)
-    assert result.exit_code == 2 and "holds a run already: --resume goes on with it, --overwrite discards it" in result.stderr
+    assert result.exit_code == 2
+    assert "holds a run already: --resume goes on with it, --overwrite discards it" in result.stderr
     result = blockscale("train", "--resume", "--steps", 21, "--out", out)
-    assert result.exit_code == 2 and f"--steps 21 differs from the run in {out}, which has 20" in result.stderr
+    assert result.exit_code == 2
+    assert f"--steps 21 differs from the run in {out}, which has 20" in result.stderr
     assert (out / "results.json").read_bytes() == before
 
 
@@ -187,7 +206,8 @@ def test_ctrl_c_saves_and_resume_ends_with_the_same_bits(text, tmp_path):
     for recipe in ("bf16", "nvfp4"):
         for key in ("losses", "validation", "final_weights_sha256", "batches_sha256", "gradient_error", "saved_bytes"):
             assert found["recipes"][recipe][key] == expected["recipes"][recipe][key], (recipe, key)
-    assert b"bf16: step 30/30" in again.stderr and b"NVFP4: step 5/30" not in again.stderr.replace(said.encode(), b"")
+    assert b"bf16: step 30/30" in again.stderr
+    assert b"step 1/30" not in again.stderr
 
 
 def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines():
@@ -197,7 +217,9 @@ def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines():
         for step in range(1, 21):
             progress.update(step, loss="2.5")
         progress.finish("done")
-    assert "MXFP8" in terminal.getvalue() and "━" in terminal.getvalue() and "20/20" in terminal.getvalue()
+    assert "MXFP8" in terminal.getvalue()
+    assert "━" in terminal.getvalue()
+    assert "20/20" in terminal.getvalue()
     pipe = io.StringIO()
     with make_progress(Console(file=pipe), every=10) as progress:
         progress.start("MXFP8", 20)

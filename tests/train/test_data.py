@@ -20,7 +20,8 @@ def test_the_standard_library_is_read_the_same_twice_without_tests_or_packages()
     first, second = Corpus.load(Corpus.Config()), Corpus.load(Corpus.Config())
     assert first.sha256 == second.sha256
     assert first.sha256 == hashlib.sha256(as_bytes(first.training) + as_bytes(first.validation)).hexdigest()
-    assert first.training.numel() > 3_000_000 and first.validation.numel() > 200_000
+    assert first.training.numel() > 3_000_000
+    assert first.validation.numel() > 200_000
     assert b"class OrderedDict" in as_bytes(first.training) + as_bytes(first.validation)
     assert b"pytest_configure" not in as_bytes(first.training)
 
@@ -43,9 +44,11 @@ def test_a_single_file_holds_out_its_end_and_max_bytes_cuts_it(tmp_path):
     data = bytes(range(256)) * 10
     (tmp_path / "x").write_bytes(data)
     corpus = Corpus.load(Corpus.Config(path=str(tmp_path / "x")))
-    assert as_bytes(corpus.training) == data[:2400] and as_bytes(corpus.validation) == data[2400:]
+    assert as_bytes(corpus.training) == data[:2400]
+    assert as_bytes(corpus.validation) == data[2400:]
     cut = Corpus.load(Corpus.Config(path=str(tmp_path / "x"), max_bytes=160))
-    assert as_bytes(cut.training) + as_bytes(cut.validation) == data[:160] and cut.validation.numel() == 10
+    assert as_bytes(cut.training) + as_bytes(cut.validation) == data[:160]
+    assert cut.validation.numel() == 10
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty file", "empty folder", "too small"])
@@ -85,7 +88,8 @@ def test_targets_are_the_inputs_one_byte_further(text_file):
     corpus = Corpus.load(Corpus.Config(path=str(text_file)))
     batches = Batches(Batches.Config(size=4, context=32, validation=3), corpus, seed=1)
     inputs, targets = batches.training(2, CPU)
-    assert inputs.shape == targets.shape == (4, 32) and inputs.dtype == torch.int64
+    assert inputs.shape == targets.shape == (4, 32)
+    assert inputs.dtype == torch.int64
     for row, start in enumerate(batches.starts(2).tolist()):
         assert bytes(inputs[row].tolist()) == as_bytes(corpus.training)[start : start + 32]
         assert bytes(targets[row].tolist()) == as_bytes(corpus.training)[start + 1 : start + 33]

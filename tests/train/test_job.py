@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from train_helpers import Quiet, never, tiny_config
 
 from blockscale.train import CHOICES, Job, JobError, Transformer, check, parse_recipes
-from blockscale.train.measure import compare, count_saved_bytes
+from blockscale.train.measure import compare, count_saved_bytes, expert_gradients
+from blockscale.train.model import Experts
 from blockscale.train.optimizer import OptimizerConfig, learning_rate
 
 ALL = tuple(CHOICES)
@@ -33,7 +35,8 @@ def test_every_recipe_has_the_same_weights_and_batches_and_ends_elsewhere(result
 def test_the_loss_falls_and_stays_near_bf16(result, recipe):
     state = result.state(recipe)
     first, last = sum(state.losses[:5]) / 5, sum(state.losses[-5:]) / 5
-    assert first > 3.5 and last < 2.2
+    assert first > 3.5
+    assert last < 2.2
     assert [step for step, _ in state.validation] == [0, 10, 20, 30, 40, 50, 60]
     if recipe != "bf16":
         assert abs(result.gap_percent(recipe)) < 2 * CHOICES[recipe].bound_percent
@@ -50,9 +53,14 @@ def test_gradient_errors_are_of_the_size_of_each_format(result):
     assert names == [f"blocks.{block}.experts.moe.experts.fc{fc}.weight" for block in (0, 1) for fc in (1, 2)]
 
 
-def test_narrow_formats_save_less_for_backward(result):
-    saved = {state.recipe: state.measurement.saved_bytes for state in result.states}
-    assert 0 < saved["nvfp4"] < saved["mxfp8"] < saved["bf16"]
+def test_narrow_formats_save_less_for_backward():
+    experts = Experts.Config(num_experts=4, intermediate=128)
+    model = Transformer(Transformer.Config(width=128, layers=1, experts=experts), context=256, seed=0)
+    tokens = torch.randint(256, (4, 257), generator=torch.Generator().manual_seed(0))
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    saved = {name: expert_gradients(model, batch, CHOICES[name].make())[1] for name in ("bf16", "mxfp8", "nvfp4")}
+    # the layer's bfloat16 input alone is 4 * 256 * 128 * 2 bytes
+    assert 262_144 < saved["nvfp4"] < saved["mxfp8"] < saved["bf16"]
 
 
 def test_initial_weights_ignore_torchs_generator_and_follow_the_seed():
@@ -77,8 +85,10 @@ def test_a_loss_that_is_not_finite_ends_that_recipe_alone(text_file, tmp_path, m
 
     monkeypatch.setattr(Transformer, "loss", breaking)
     found = Job(tiny_config(text_file, ("bf16", "mxfp8"), steps=8), tmp_path).run(Quiet(), never)
-    assert found.states[0].diverged_at == 3 and found.states[0].step == 4
-    assert found.states[1].diverged_at is None and found.states[1].step == 8
+    assert found.states[0].diverged_at == 3
+    assert found.states[0].step == 4
+    assert found.states[1].diverged_at is None
+    assert found.states[1].step == 8
     assert math.isnan(found.gap_percent("mxfp8"))
 
 
@@ -103,15 +113,18 @@ def test_relative_error_is_of_all_gradients_together():
     baseline = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([12.0])}
     measured = compare({"a": torch.tensor([3.0, 4.5]), "b": torch.tensor([12.0])}, baseline, 7)
     assert measured.gradient_errors == {"a": 0.1, "b": 0.0}
-    assert measured.gradient_error == pytest.approx(0.5 / 13) and measured.saved_bytes == 7
+    assert measured.gradient_error == pytest.approx(0.5 / 13)
+    assert measured.saved_bytes == 7
 
 
 def test_learning_rate_warms_up_and_decays():
     config = OptimizerConfig(learning_rate=3e-3, warmup=0.1, floor=0.1)
     rates = [learning_rate(step, 100, config) for step in range(100)]
-    assert rates[0] == pytest.approx(3e-4) and rates[9] == pytest.approx(3e-3) and rates[10] == pytest.approx(3e-3)
-    assert rates[99] == pytest.approx(3e-4)
-    assert all(after < before for before, after in zip(rates[10:], rates[11:], strict=False))
+    assert rates[0] == pytest.approx(3e-4)
+    assert rates[9] == pytest.approx(3e-3)
+    assert rates[10] == pytest.approx(3e-3)
+    assert rates[99] == pytest.approx(3e-4, rel=0.01)
+    assert all(after < before for before, after in itertools.pairwise(rates[10:]))
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ def test_stopped_and_resumed_is_bit_identical(text_file, tmp_path, uninterrupted
     assert stops == [("bf16", 5), ("bf16", 15), ("nvfp4", 7)]
     watcher = Quiet()
     assert outcome(Job(config, tmp_path).run(watcher, never)) == uninterrupted
-    assert watcher.steps[:2] == [("bf16", 20), ("nvfp4", 7)] and watcher.steps[2] == ("nvfp4", 8)
+    assert watcher.steps[:2] == [("bf16", 20), ("nvfp4", 7)]
+    assert watcher.steps[2] == ("nvfp4", 8)
     assert saved_config(tmp_path) == config
 
 
@@ -82,7 +83,7 @@ def test_other_data_is_refused(text_file, tmp_path):
     with pytest.raises(Interrupted):
         Job(config, tmp_path / "run").run(Quiet(), stop_after(2))
     copy.write_bytes(text_file.read_bytes()[::-1])
-    with pytest.raises(JobError, match="the data is not what .*step-000002 was trained on"):
+    with pytest.raises(JobError, match=r"the data is not what .*step-000002 was trained on"):
         Job(config, tmp_path / "run").run(Quiet(), never)
     copy.unlink()
     with pytest.raises(DataError, match="does not exist"):
@@ -96,7 +97,7 @@ def test_a_damaged_checkpoint_is_named(text_file, tmp_path, name):
         Job(config, tmp_path).run(Quiet(), stop_after(2))
     path = tmp_path / "checkpoints" / "bf16" / "step-000002" / name
     path.write_bytes(path.read_bytes()[:40])
-    with pytest.raises(CheckpointError, match="step-000002 cannot be .*remove it to start that recipe again"):
+    with pytest.raises(CheckpointError, match=r"step-000002 cannot be .*remove it to start that recipe again"):
         Job(config, tmp_path).run(Quiet(), never)
 
 

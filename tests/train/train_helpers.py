@@ -6,9 +6,10 @@ from pathlib import Path
 
 from blockscale.train import Batches, Corpus, Job, Trainer, Transformer
 from blockscale.train.model import Attention, Experts
+from blockscale.train.optimizer import OptimizerConfig
 
 
-def tiny_config(data: Path, recipes: tuple[str, ...], steps: int = 30, seed: int = 3) -> Job.Config:
+def tiny_config(data: Path, recipes: tuple[str, ...], steps: int = 30, seed: int = 5) -> Job.Config:
     """Two blocks of width 32, four experts."""
     return Job.Config(
         seed=seed,
@@ -22,7 +23,9 @@ def tiny_config(data: Path, recipes: tuple[str, ...], steps: int = 30, seed: int
             attention=Attention.Config(heads=2),
             experts=Experts.Config(num_experts=4, intermediate=32),
         ),
-        training=Trainer.Config(steps=steps, evaluate_every=10, checkpoint_every=8),
+        training=Trainer.Config(
+            steps=steps, evaluate_every=10, checkpoint_every=8, optimizer=OptimizerConfig(learning_rate=3e-3, floor=0.1)
+        ),
     )
 
 

@@ -101,6 +101,7 @@ def build_report(result: JobResult) -> Report:
             Section("Curves", [_figure(result)]),
             Section("Weight-gradient error by matrix", [_gradient_table(result)], detail=True),
             Section("What was trained", [Facts(_configuration(result))]),
+            Section("Recipes", [_recipe_table(result)], detail=True),
             Section("Data", [Facts(_data(result))]),
             Section("Environment", [Facts(describe_environment(result.device))]),
         ),
@@ -198,12 +199,27 @@ def _gradient_table(result: JobResult) -> Table:
     columns = [Column("name", "matrix", align="left")]
     columns += [Column(state.recipe, CHOICES[state.recipe].label, show.fixed(4)) for state in compared]
     names = list(result.states[0].measurement.gradient_errors)
-    rows = [{"name": name, **{state.recipe: state.measurement.gradient_errors[name] for state in compared}} for name in names]
+    rows: list[dict[str, Any]] = [
+        {"name": name, **{state.recipe: state.measurement.gradient_errors[name] for state in compared}} for name in names
+    ]
     note = (
         "Relative Frobenius error against bf16's gradient of the same batch and weights. "
         "Later blocks inherit what earlier ones change, routing included."
     )
     return Table("", columns, rows, note=note)
+
+
+def _recipe_table(result: JobResult) -> Table:
+    """The format of each role, in the form that the operators take."""
+    columns = [Column("label", "recipe", align="left")]
+    columns += [Column(role, role, align="left") for role in ("input", "weight", "gradient")]
+    rows = []
+    for name in result.config.recipes:
+        recipe = CHOICES[name].make()
+        roles = {"input": recipe.input, "weight": recipe.weight, "gradient": recipe.gradient}
+        shown = {role: "bfloat16" if fmt is None else fmt.spec() for role, fmt in roles.items()}
+        rows.append({"label": CHOICES[name].label, **shown})
+    return Table("", columns, rows)
 
 
 def _configuration(result: JobResult) -> dict[str, str]:
@@ -223,7 +239,6 @@ def _configuration(result: JobResult) -> dict[str, str]:
         f"{config.training.steps * config.batches.size * config.batches.context:,} bytes",
         "validation": f"{config.batches.validation} batches, the same every {config.training.evaluate_every} steps",
         "seed": str(config.seed),
-        "recipes": "; ".join(f"{CHOICES[name].label}: {CHOICES[name].make()}" for name in config.recipes),
     }
 
 

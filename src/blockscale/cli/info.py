@@ -43,6 +43,6 @@ def _collect() -> dict[str, dict[str, Any]]:
             **{name: described["device"] for name, described in cuda.items()},
         },
         "formats": {type(fmt).__name__: fmt.spec() for fmt in _FORMATS},
-        "recipes": {name: str(choice.make()) for name, choice in CHOICES.items()},
+        "recipes": {name: choice.make().spec() for name, choice in CHOICES.items()},
         "backends": {"reference": "plain torch, on every device: the specification that runs"},
     }

@@ -17,7 +17,7 @@ from rich.console import Console
 from blockscale.cli._shared import FINDINGS, INTERRUPTED, consoles, print_json, wrong_use
 from blockscale.cli._train_report import build_report, build_results, verdicts
 from blockscale.report import (
-    PlottingUnavailable,
+    PlottingUnavailableError,
     Progress,
     Report,
     make_progress,
@@ -112,7 +112,7 @@ def train(
     Exit status: 0 all recipes end as close to bf16 as they must; 1 one does not, or diverged; 2 wrong use; 130 stopped.
     """
     results_console, console = consoles()
-    asked = {
+    asked: dict[str, Any] = {
         "data.path": data,
         "training.steps": steps,
         "seed": seed,
@@ -273,7 +273,7 @@ def _write(out: Path, results: dict[str, Any], report: Report, console: Console)
     for figure in report.figures():
         try:
             written.append(write_png(out / f"{figure.name}.png", figure).name)
-        except PlottingUnavailable as error:
+        except PlottingUnavailableError as error:
             console.print(str(error), soft_wrap=True, highlight=False, markup=False)
     written.append(write_html(out / "report.html", report).name)
     return written

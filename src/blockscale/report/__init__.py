@@ -20,7 +20,7 @@ from blockscale.report.document import (
 )
 from blockscale.report.environment import describe_environment
 from blockscale.report.html import render_html, write_html
-from blockscale.report.png import PlottingUnavailable, write_png
+from blockscale.report.png import PlottingUnavailableError, write_png
 from blockscale.report.progress import Progress, make_progress
 from blockscale.report.write import to_jsonable, write_bytes, write_json, write_text
 
@@ -29,7 +29,7 @@ __all__ = [
     "Facts",
     "Figure",
     "Panel",
-    "PlottingUnavailable",
+    "PlottingUnavailableError",
     "Progress",
     "Report",
     "Section",

@@ -53,7 +53,8 @@ class Table:
 class Series:
     """Points of one curve. ``color`` indexes the palette, so the same thing keeps its colour in every panel.
 
-    ``style``: "line"; "faint" (raw data behind a smoothed line, without a legend entry); "points" (markers on a line); "dots" (markers alone).
+    ``style``: "line"; "faint" (raw data behind a smoothed line, without a legend entry); "points" (markers on a line);
+    "dots" (markers alone).
 
     Raises:
         ValueError: ``x`` and ``y`` differ in length.
@@ -72,7 +73,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes. ``bounds`` are horizontal dashed lines, (label, y); ``y_range`` is chosen from the data when None."""
+    """One pair of axes. ``bounds``: horizontal dashed lines, (label, y). ``y_range``: None lets the data decide."""
 
     title: str
     x_label: str

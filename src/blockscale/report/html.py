@@ -11,25 +11,35 @@ from blockscale.report.svg import render_svg
 from blockscale.report.write import write_text
 
 _STYLE = """
-:root{color-scheme:light dark;--ground:#fff;--ink:#1d2129;--soft:#5c6470;--rule:#dde1e7;--band:#f5f7f9;--good:#11764f;--bad:#b3261e;LIGHT}
-@media(prefers-color-scheme:dark){:root{--ground:#15181d;--ink:#e6e9ee;--soft:#9aa3af;--rule:#333a44;--band:#1d2128;--good:#4cc790;--bad:#ff8078;DARK}}
+:root{color-scheme:light dark;--ground:#fff;--ink:#1d2129;--soft:#5c6470;--rule:#dde1e7;--band:#f5f7f9;
+--good:#11764f;--bad:#b3261e;LIGHT}
+@media(prefers-color-scheme:dark){:root{--ground:#15181d;--ink:#e6e9ee;--soft:#9aa3af;--rule:#333a44;--band:#1d2128;
+--good:#4cc790;--bad:#ff8078;DARK}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--ground);color:var(--ink);font:15px/1.5 system-ui,"Segoe UI",Helvetica,Arial,"DejaVu Sans",sans-serif}
 main{max-width:1120px;margin:0 auto;padding:32px 24px 56px}
-h1{font-size:26px;margin:0 0 6px;line-height:1.25}h2{font-size:18px;margin:36px 0 10px}h3{font-size:14px;margin:18px 0 6px}
-p{max-width:78ch;margin:8px 0}.lead{font-size:16px;color:var(--soft)}.note,figcaption{color:var(--soft);font-size:13px;max-width:90ch}
+h1{font-size:26px;margin:0 0 6px;line-height:1.25}h2{font-size:18px;margin:36px 0 10px}
+h3{font-size:14px;margin:18px 0 6px}
+p{max-width:78ch;margin:8px 0}.lead{font-size:16px;color:var(--soft)}
+.note,figcaption{color:var(--soft);font-size:13px;max-width:90ch}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:14px}
 th,td{padding:6px 12px;border-bottom:1px solid var(--rule);text-align:right;vertical-align:bottom}
 th{font-weight:600;color:var(--soft)}td{white-space:nowrap}
 .left{text-align:left}td:first-child,th:first-child{padding-left:4px}
-.facts th{text-align:left;font-weight:400;white-space:nowrap;vertical-align:top}.facts td{text-align:left;white-space:normal;overflow-wrap:anywhere}
-ul.verdicts{list-style:none;padding:0;margin:8px 0}ul.verdicts li{padding:7px 12px;margin:6px 0;background:var(--band);border-left:4px solid var(--good)}
+.facts th{text-align:left;font-weight:400;white-space:nowrap;vertical-align:top}
+.facts td{text-align:left;white-space:normal;overflow-wrap:anywhere}
+ul.verdicts{list-style:none;padding:0;margin:8px 0}
+ul.verdicts li{padding:7px 12px;margin:6px 0;background:var(--band);border-left:4px solid var(--good)}
 ul.verdicts li.no{border-color:var(--bad)}.verdicts b{color:var(--good)}.verdicts .no b{color:var(--bad)}
 figure{margin:10px 0}.panels{display:flex;flex-wrap:wrap;gap:16px}.chart{flex:1 1 440px;max-width:100%;height:auto}
-.legend{display:flex;flex-wrap:wrap;gap:4px 18px;font-size:13px;margin-bottom:4px}.key svg{vertical-align:0;margin-right:6px}
-.chart text{fill:var(--soft);font-size:12px}.chart .title{fill:var(--ink);font-size:13px;font-weight:600}.end{text-anchor:end}.mid{text-anchor:middle}
-.grid{stroke:var(--rule);stroke-width:1}.axis{stroke:var(--soft);stroke-width:1}.bound{stroke:var(--soft);stroke-dasharray:5 4;stroke-width:1.2}
-.line{fill:none;stroke-width:2;stroke-linejoin:round}.faint{fill:none;stroke-width:1;opacity:.22}.dot{stroke:var(--ground);stroke-width:1}
+.legend{display:flex;flex-wrap:wrap;gap:4px 18px;font-size:13px;margin-bottom:4px}
+.key svg{vertical-align:0;margin-right:6px}
+.chart text{fill:var(--soft);font-size:12px}.chart .title{fill:var(--ink);font-size:13px;font-weight:600}
+.end{text-anchor:end}.mid{text-anchor:middle}
+.grid{stroke:var(--rule);stroke-width:1}.axis{stroke:var(--soft);stroke-width:1}
+.bound{stroke:var(--soft);stroke-dasharray:5 4;stroke-width:1.2}
+.line{fill:none;stroke-width:2;stroke-linejoin:round}.faint{fill:none;stroke-width:1;opacity:.22}
+.dot{stroke:var(--ground);stroke-width:1}
 footer{margin-top:40px;color:var(--soft);font-size:13px}
 """
 

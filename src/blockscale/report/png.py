@@ -14,7 +14,7 @@ from blockscale.report.write import write_bytes
 _INK, _SOFT, _RULE = "#1d2129", "#5c6470", "#dde1e7"
 
 
-class PlottingUnavailable(RuntimeError):
+class PlottingUnavailableError(RuntimeError):
     """matplotlib is not installed."""
 
 
@@ -22,14 +22,14 @@ def write_png(path: str | Path, figure: Figure) -> Path:
     """Draw ``figure`` on a white ground (readable on light and dark pages) at 150 dots per inch.
 
     Raises:
-        PlottingUnavailable: matplotlib cannot be imported; the message says how to install it.
+        PlottingUnavailableError: matplotlib cannot be imported; the message says how to install it.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure as Canvas
         from matplotlib.ticker import FixedLocator, FuncFormatter
     except ImportError as error:
-        raise PlottingUnavailable(
+        raise PlottingUnavailableError(
             f"{Path(path).name} was not written: matplotlib is missing; install it with: pip install 'blockscale[plot]'"
         ) from error
     canvas = Canvas(figsize=(6.2 * len(figure.panels), 4.3), dpi=150, facecolor="white", layout="constrained")

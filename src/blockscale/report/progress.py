@@ -82,10 +82,12 @@ class BarProgress(Progress):
         self._task = self._rich.add_task(label, total=total, completed=done, shown="")
 
     def update(self, done: int, **fields: str) -> None:
+        """Move the bar."""
         shown = "  ".join([*(f"{name} {value}" for name, value in fields.items()), self.time_left(done)])
         self._rich.update(self._task, completed=done, shown=shown)
 
     def finish(self, text: str = "") -> None:
+        """Leave the bar as it is, with ``text`` beside it."""
         self._rich.update(self._task, shown=text)
         self._rich.stop_task(self._task)
 
@@ -103,11 +105,13 @@ class LineProgress(Progress):
         self.note(f"{label}: step {done}/{total}")
 
     def update(self, done: int, **fields: str) -> None:
+        """A line when it is time for one."""
         if done % self._every == 0 or done == self._total:
             values = [*(f"{name} {value}" for name, value in fields.items()), self.time_left(done)]
             self.note(f"{self._label}: step {done}/{self._total}  {'  '.join(values)}")
 
     def finish(self, text: str = "") -> None:
+        """A last line."""
         if text:
             self.note(f"{self._label}: {text}")
 

@@ -12,13 +12,13 @@ import torch
 class OptimizerConfig:
     """``warmup``: share of the steps that warm up; ``floor``: the last learning rate as a share of the peak."""
 
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     warmup: float = 0.1
-    floor: float = 0.1
+    floor: float = 0.0
 
 
 def make_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -38,6 +38,6 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     warmup = max(1, round(steps * config.warmup))
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - 1 - warmup)
-    share = config.floor + (1 - config.floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    progress = (step - warmup) / max(1, steps - warmup)
+    share = config.floor + (1 - config.floor) * 0.5 * (1 + math.cos(math.pi * progress))
     return config.learning_rate * share

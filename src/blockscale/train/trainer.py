@@ -22,7 +22,7 @@ from blockscale.train.optimizer import OptimizerConfig, learning_rate, make_opti
 from blockscale.train.recipes import RecipeChoice
 
 
-class Interrupted(Exception):
+class Interrupted(Exception):  # noqa: N818  (not an error)
     """The job was asked to stop and has saved: ``recipe`` after ``step`` steps."""
 
     def __init__(self, recipe: str, step: int) -> None:
@@ -84,9 +84,9 @@ class Trainer:
     class Config:
         """``evaluate_every`` and ``checkpoint_every`` are in steps."""
 
-        steps: int = 300
-        evaluate_every: int = 25
-        checkpoint_every: int = 50
+        steps: int = 100
+        evaluate_every: int = 20
+        checkpoint_every: int = 25
         optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __init__(

@@ -1,0 +1,361 @@
+"""Every operator of the namespace passes torch.library.opcheck, 0 rows and 0 groups included; layers compile to eager's bits."""
+
+import shutil
+
+import pytest
+import torch
+from support import RECIPES, assert_all_same, normal, offsets_of
+from torch.library import opcheck
+
+import blockscale as bs
+
+OPS = torch.ops.blockscale
+SIZES = {"many": [5, 0, 33], "no_rows": [0, 0, 0], "no_groups": []}
+MX, NV, FT, FB = bs.MXFP8(), bs.NVFP4(hadamard=True, stochastic=True), bs.FP8Tensor("e5m2"), bs.FP8Block()
+RNG = torch.tensor([3, 1])
+FEW = [RECIPES[name] for name in ("bf16", "mxfp8_hybrid", "nvfp4", "fp8_current", "fp8_block")]
+
+
+class Setting:
+    """Tensors of one step: sizes of groups, rows behind them, H = 20, I = 8."""
+
+    def __init__(self, sizes, room):
+        self.offsets = offsets_of(sizes)
+        self.G, self.rows = len(sizes), sum(sizes) + room
+        self.x, self.dy = normal(self.rows, 20, seed=1), normal(self.rows, 20, seed=2)
+        self.w1, self.w2 = normal(self.G, 16, 20, seed=3), normal(self.G, 20, 8, seed=4)
+        self.b1, self.b2 = normal(self.G, 16, seed=5), normal(self.G, 20, seed=6)
+        self.probs = torch.rand(self.rows, generator=torch.Generator().manual_seed(7))
+        self.h, self.da = normal(self.rows, 16, seed=8), normal(self.rows, 8, seed=9)
+
+    def leaf(self, name):
+        return getattr(self, name).clone().requires_grad_()
+
+    def packed(self, x, fmt, which, offsets=None, layout="compact"):
+        """(tensors, format, layout) of an operand."""
+        if fmt is None:
+            return [x], "", ""
+        q = bs.quantize_grouped(
+            x, offsets, fmt, rowwise=which == "rowwise", columnwise=which == "columnwise", layout=layout, rng=RNG
+        )
+        return q.planes[which].tensors(), fmt.spec(), layout
+
+
+def quantize(s):
+    for fmt, layout in ((MX, "swizzled_8x4"), (NV, "swizzled"), (FT, "compact"), (FB, "linear")):
+        amax = torch.ones(2, 1) if fmt is NV else None
+        yield s.x, fmt.spec(), True, True, layout, amax, RNG if fmt is NV else None
+
+
+def quantize_out(s):
+    for args in quantize(s):
+        yield *args, [t + 1 for t in OPS.quantize(*args)]
+
+
+def quantize_grouped(s):
+    for fmt, layout in ((MX, "swizzled"), (NV, "compact"), (FT, "compact"), (bs.FP8Block(block=(128, 128)), "compact")):
+        yield s.x, s.offsets, fmt.spec(), fmt is not MX, True, layout, None, RNG if fmt is NV else None
+
+
+def quantize_grouped_out(s):
+    for args in quantize_grouped(s):
+        yield *args, [*(t + 1 for t in OPS.quantize_grouped(*args)), s.offsets + 1]
+
+
+def grouped_gemm(s):
+    n, k = 16, 20
+    for fmt, layout in ((None, ""), (MX, "swizzled"), (NV, "compact"), (FT, "compact"), (FB, "compact")):
+        a, b = s.packed(s.x, fmt, "rowwise", s.offsets, layout), s.packed(s.w1, fmt, "rowwise", None, layout)
+        yield *a, *b, s.offsets, "forward", s.rows, n, k, s.b1, s.probs, torch.bfloat16
+        a, b = s.packed(s.h, fmt, "rowwise", s.offsets, layout), s.packed(s.w1, fmt, "columnwise", None, layout)
+        yield *a, *b, s.offsets, "dgrad", s.rows, n, k, None, None, torch.float32
+
+
+def grouped_gemm_wgrad_out(s):
+    for fmt, layout in ((None, ""), (MX, "swizzled"), (NV, "compact"), (FT, "compact"), (FB, "compact")):
+        a, b = s.packed(s.h, fmt, "columnwise", s.offsets, layout), s.packed(s.x, fmt, "columnwise", s.offsets, layout)
+        yield *a, *b, s.offsets, s.rows, 16, 20, torch.ones(s.G, 16, 20), fmt is not MX
+
+
+def activation(s):
+    yield s.leaf("h"), None, None, "swiglu", 4
+    yield s.leaf("h"), s.leaf("probs"), s.offsets if s.G else torch.tensor([0]), "situ", 0
+    yield s.h.bfloat16().requires_grad_(), s.leaf("probs"), s.offsets, "squared_relu", 0
+
+
+def activation_backward(s):
+    yield s.da, s.h, None, None, "clamped_swiglu", 0
+    yield s.h, s.h, s.probs, s.offsets, "squared_relu", 0
+
+
+def activation_quantize(s):
+    for fmt, layout in ((MX, "swizzled"), (NV, "compact"), (FT, "compact"), (FB, "compact")):
+        yield (
+            s.h,
+            s.offsets,
+            s.probs if fmt is MX else None,
+            "swiglu",
+            4,
+            fmt.spec(),
+            True,
+            True,
+            layout,
+            RNG if fmt is NV else None,
+        )
+
+
+def activation_backward_quantize(s):
+    for args in activation_quantize(s):
+        yield s.da, *args
+
+
+def grouped_linear(s):
+    for recipe in FEW:
+        yield s.leaf("x"), s.leaf("w1"), s.offsets, s.leaf("b1"), RNG, [], recipe.spec(), True
+    yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, [torch.ones_like(s.w1)], RECIPES["mxfp8"].spec(), True
+    yield s.x, s.w1, s.offsets, None, None, [], RECIPES["fp8_block"].spec(), False
+
+
+def grouped_linear_backward(s):
+    for recipe in FEW:
+        saved = OPS.grouped_linear(s.x, s.w1, s.offsets, None, None, [], recipe.spec(), True)[1:]
+        x = s.x if recipe.input is None else None
+        for main, needs in (([], [True] * 3), ([torch.ones_like(s.w1)], [False, True, False])):
+            yield s.h, x, saved, s.w1, s.offsets, s.b1, RNG, main, recipe.spec(), needs
+
+
+def grouped_mlp(s):
+    for recipe in FEW:
+        leaves = [s.leaf(n) for n in ("x", "w1", "w2", "probs", "b1", "b2")]
+        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], recipe.spec(), "swiglu", 4, True
+    main = [torch.ones_like(s.w1), torch.ones_like(s.w2)]
+    yield s.leaf("x"), s.leaf("w1"), s.leaf("w2"), s.offsets, None, None, None, None, main, RECIPES["mxfp8"].spec(), "situ", 0, True
+
+
+def grouped_mlp_backward(s):
+    for recipe in FEW:
+        parts = OPS.grouped_mlp(s.x, s.w1, s.w2, s.offsets, s.probs, s.b1, s.b2, None, [], recipe.spec(), "swiglu", 0, True)
+        h, saved, x = parts[1], parts[2:], s.x if recipe.input is None else None
+        for main, needs in (
+            ([], [True] * 6),
+            ([torch.ones_like(s.w1), torch.ones_like(s.w2)], [False, True, True, False, False, True]),
+        ):
+            others = (s.w1, s.w2, s.offsets, s.probs, s.b1, s.b2, RNG)
+            yield s.dy, x, h, saved, *others, main, recipe.spec(), "swiglu", 0, needs
+
+
+def router(s):
+    yield normal(s.rows, 6, seed=1).requires_grad_(), 2, "softmax", True
+    yield normal(s.rows, 6, seed=1).requires_grad_(), 6, "sigmoid", False
+
+
+def router_backward(s):
+    for _, k, score, normalize in router(s):
+        probs, ids, scores = OPS.router(normal(s.rows, 6, seed=1), k, score, normalize)
+        yield probs, scores, probs, ids, scores, score, normalize
+
+
+def permute(s):
+    ids = torch.arange(2 * s.rows).view(s.rows, 2) % 5
+    yield s.leaf("x"), ids, 5, None
+    yield s.leaf("x"), ids, 5, torch.rand(ids.shape).requires_grad_()
+
+
+def unpermute(s):
+    for x, ids, experts, probs in permute(s):
+        out = bs.permute(x.detach(), ids, experts)
+        yield out.x.requires_grad_(), out.row_map, probs
+
+
+def unpermute_backward(s):
+    for y, row_map, probs in unpermute(s):
+        y, probs = (None, None) if probs is None else (y.detach(), probs.detach())
+        yield s.x, row_map, 2 * s.rows, y, probs
+
+
+CALLS = {
+    f.__name__: f
+    for f in (
+        quantize,
+        quantize_out,
+        quantize_grouped,
+        quantize_grouped_out,
+        grouped_gemm,
+        grouped_gemm_wgrad_out,
+        activation,
+        activation_backward,
+        activation_quantize,
+        activation_backward_quantize,
+        grouped_linear,
+        grouped_linear_backward,
+        grouped_mlp,
+        grouped_mlp_backward,
+        router,
+        router_backward,
+        permute,
+        unpermute,
+        unpermute_backward,
+    )
+}
+
+
+def test_no_operator_is_forgotten():
+    registered = {n.removeprefix("blockscale::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("blockscale::")}
+    assert registered == set(CALLS)
+
+
+@pytest.mark.parametrize(("sizes", "room"), [("many", 4), ("no_rows", 0), ("no_groups", 0), ("no_groups", 3)])
+@pytest.mark.parametrize("name", CALLS)
+def test_opcheck(name, sizes, room):
+    s = Setting(SIZES[sizes], room)
+    count = 0
+    for args in CALLS[name](s):
+        result = opcheck(getattr(OPS, name).default, args)
+        assert set(result.values()) == {"SUCCESS"}
+        assert len(result) == 4
+        count += 1
+    assert count > 0
+
+
+# torch.compile
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+
+
+def step(call, inputs, parameters):
+    """The result and every gradient of one step."""
+    for p in parameters.values():
+        p.grad = None
+    torch.manual_seed(5)
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    y, loss = call(*leaves)
+    ((y.float() ** 2).sum() + loss).backward()
+    grads = {f"input {n}": t.grad for n, t in enumerate(leaves)} | {n: p.grad for n, p in parameters.items()}
+    return {"y": y.detach(), **grads}
+
+
+def layer(kind, recipe, **options):
+    """(module, function of the inputs, inputs)."""
+    torch.manual_seed(1)
+    sizes = torch.tensor([5, 0, 33])
+    x, probs = normal(40, 20, seed=1), torch.rand(40, generator=torch.Generator().manual_seed(2))
+    zero = torch.zeros(())
+    if kind == "mlp":
+        module = bs.nn.GroupedMLP(3, 20, 8, recipe=recipe, bias=True, glu_interleave=4, **options)
+        return module, lambda x, s: (module(x, sizes, s), zero), (x, probs)
+    if kind == "linear":
+        module = bs.nn.GroupedLinear(3, 20, 16, recipe=recipe, bias=True, **options)
+        return module, lambda x: (module(x, sizes), zero), (x,)
+    module = bs.nn.MoE(20, 8, 4, 2, recipe=recipe, aux_loss_coef=0.01, shared_intermediate=6, **options)
+    return module, module, (x.view(2, 20, 20),)
+
+
+def check_compiled(kind, recipe, backend="aot_eager"):
+    torch._dynamo.reset()
+    module, call, inputs = layer(kind, recipe)
+    parameters = dict(module.named_parameters())
+    want = step(call, inputs, parameters)
+    assert all(t.any() for t in want.values())
+    got = step(torch.compile(call, fullgraph=True, backend=backend), inputs, parameters)
+    assert_all_same(got, want, f"{kind} {backend}")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_mlp(recipe):
+    check_compiled("mlp", RECIPES[recipe])
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4", "fp8_block"])
+@pytest.mark.parametrize("kind", ["linear", "moe"])
+def test_compiled_layers(kind, recipe):
+    check_compiled(kind, RECIPES[recipe])
+
+
+@needs_compiler
+def test_compiled_by_inductor():
+    check_compiled("mlp", RECIPES["mxfp8"], "inductor")
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("kind", ["mlp", "linear", "moe"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_layer_compiled_by_inductor(kind, recipe):
+    if kind == "moe":  # inductor may fuse the router's plain sums in another order
+        pytest.skip("the router's auxiliary loss is plain torch")
+    check_compiled(kind, RECIPES[recipe], "inductor")
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_compiled_with_autocast(where):
+    torch._dynamo.reset()
+    module, call, inputs = layer("mlp", None)
+    parameters = dict(module.named_parameters())
+    plain = step(call, inputs, parameters)
+    for recipe in (RECIPES["mxfp8"], RECIPES["fp8_block"]):
+
+        def cast(*args, recipe=recipe):
+            with bs.autocast(recipe):
+                return call(*args)
+
+        want = step(cast, inputs, parameters)
+        if where == "inside":
+            got = step(torch.compile(cast, fullgraph=True, backend="aot_eager"), inputs, parameters)
+        else:
+            compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+
+            def outer(*args, compiled=compiled, recipe=recipe):
+                with bs.autocast(recipe):
+                    return compiled(*args)
+
+            got = step(outer, inputs, parameters)
+        assert_all_same(got, want, where)
+        assert (want["y"] != plain["y"]).any()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("kind", ["mlp", "linear", "moe"])
+def test_compiled_with_main_grad(kind, recipe):
+    """Two compiled steps add to main_grad what two eager ones add; weight.grad stays None."""
+    torch._dynamo.reset()
+    module, call, inputs = layer(kind, RECIPES[recipe], accumulate_into_main_grad=True)
+    weights = {n: p for n, p in module.named_parameters() if n.endswith("weight") and "router" not in n}
+    results = []
+    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        for p in weights.values():
+            p.main_grad = torch.ones_like(p)
+        step(function, inputs, dict(module.named_parameters()))
+        step(function, inputs, dict(module.named_parameters()))
+        assert all(p.grad is None for p in weights.values())
+        results.append({n: p.main_grad for n, p in weights.items()})
+    assert_all_same(results[1], results[0], kind)
+    assert all((t != 1).any() for t in results[0].values())
+
+
+def test_compiled_for_several_recipes_and_formats():
+    """Changing the recipe or the format of a compiled function compiles it again; nothing becomes a symbolic size."""
+    torch._dynamo.reset()
+    module, call, inputs = layer("mlp", None)
+    compiled = torch.compile(lambda x, fmt: bs.quantize(x, fmt, columnwise=True), fullgraph=True, backend="aot_eager")
+    for fmt in (MX, FB, bs.NVFP4(), bs.MXFP8("e5m2", (32, 32)), FT):
+        got, want = compiled(inputs[0], fmt), bs.quantize(inputs[0], fmt, columnwise=True)
+        for which, plane in want.planes.items():
+            assert_all_same(dict(enumerate(got.planes[which].tensors())), dict(enumerate(plane.tensors())), fmt.spec())
+    mlp = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for recipe in RECIPES.values():
+        module.recipe = recipe
+        assert_all_same(step(mlp, inputs, dict(module.named_parameters())), step(call, inputs, dict(module.named_parameters())))
+
+
+def test_compiled_for_other_sizes():
+    """One compiled function serves other rows and other sizes of groups."""
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    module = bs.nn.GroupedMLP(3, 20, 8, recipe=RECIPES["mxfp8"])
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
+    for sizes in ([5, 0, 33], [0, 0, 64], [130, 1, 2], [2, 2, 2]):
+        x = normal(sum(sizes) + 3, 20, seed=sum(sizes))
+        parameters = dict(module.named_parameters())
+        want = step(lambda x, sizes=sizes: (module(x, torch.tensor(sizes)), torch.zeros(())), (x,), parameters)
+        got = step(lambda x, sizes=sizes: (compiled(x, torch.tensor(sizes)), torch.zeros(())), (x,), parameters)
+        assert_all_same(got, want, sizes)
