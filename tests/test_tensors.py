@@ -56,6 +56,7 @@ def assert_equal(got, want):
             assert_same(one, other, which)
     if isinstance(want, bs.GroupedTensor):
         assert_same(got.offsets, want.offsets, "offsets")
+        assert got.matrix_rows == want.matrix_rows
     else:
         assert got.extent == want.extent
 
@@ -120,6 +121,24 @@ def test_safetensors_and_torch_save(tmp_path, fmt, rowwise, columnwise):
             for which in want.planes:
                 assert_same(loaded[name].dequantize(plane=which), want.dequantize(plane=which), name)
     assert sorted(os.listdir(tmp_path)) == ["q.pt", "q.safetensors"]
+
+
+@pytest.mark.parametrize("G", [0, 3])
+@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+def test_weights_stay_weights(tmp_path, fmt, G):
+    """Quantized matrices (G, N, K) know their N after a file, a device and another layout, without groups too."""
+    w = bs.quantize_grouped(normal(G, 40, 33, seed=1), None, fmt, columnwise=True, rng=RNG)
+    offsets = offsets_of([5, 0, 4][:G])
+    x = normal(9 if G else 0, 33, seed=2)
+    want = bs.grouped_gemm(x, w, offsets=offsets)
+    assert want.shape == (x.shape[0], 40)
+    bs.save({"w": w}, tmp_path / "w")
+    torch.save(w, tmp_path / "w.pt")
+    others = [bs.load(tmp_path / "w")["w"], torch.load(tmp_path / "w.pt", weights_only=True), w.to("cpu")]
+    others += [w.with_layout(layout).with_layout("compact") for layout in legal(fmt, ("compact", "swizzled"))]
+    for other in others:
+        assert_equal(other, w)
+        assert_same(bs.grouped_gemm(x, other, offsets=offsets), want, "product")
 
 
 def test_no_rows_and_no_tensors(tmp_path):

@@ -105,15 +105,20 @@ def FP8BlockTraining(gradient_element: str = "e4m3") -> Recipe:  # noqa: N802
     return Recipe(FP8Block(), FP8Block(block=(128, 128)), FP8Block(gradient_element))
 
 
+def check_recipe(recipe: object) -> Recipe:
+    """``recipe``, or ``TypeError`` when it is none."""
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe is {type(recipe).__name__}; a blockscale Recipe such as MXFP8Training() is needed")
+    return recipe
+
+
 _stack: list[Recipe] = []
 
 
 @contextmanager
 def autocast(recipe: Recipe) -> Iterator[None]:
     """Modules without a recipe of their own use ``recipe`` inside; the backward pass uses the forward's recipe."""
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe is {type(recipe).__name__}; a blockscale Recipe such as MXFP8Training() is needed")
-    _stack.append(recipe)
+    _stack.append(check_recipe(recipe))
     try:
         yield
     finally:
@@ -123,7 +128,7 @@ def autocast(recipe: Recipe) -> Iterator[None]:
 def current_recipe(own: Recipe | None) -> Recipe:
     """A module's own recipe, else the innermost autocast's, else BF16."""
     if own is not None:
-        return own
+        return check_recipe(own)
     return _stack[-1] if _stack else _DEFAULT
 
 

@@ -4,6 +4,7 @@ What needs a device (captured graphs, mapped pages, memory growth, other kernels
 """
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -120,12 +121,16 @@ def test_c06_nan_in_dead_slots(layout, fmt):
 
 
 @pytest.mark.parametrize("as_given", SMALL_OR_AS_GIVEN)
-@pytest.mark.parametrize("layout", ["compact", "swizzled"])
-@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp8_e5m2_square", "nvfp4", "nvfp4_square", "fp8block_square"])
+@pytest.mark.parametrize(
+    ("fmt", "layout"),
+    [
+        *itertools.product(("mxfp8", "mxfp8_e5m2_square", "nvfp4", "nvfp4_square"), ("compact", "swizzled")),
+        ("fp8block_square", "compact"),
+    ],
+)
 def test_c07_padding_of_weight_scales(fmt, layout, as_given):
     """TransformerEngine PR 3070: weights (5760, 2880) and (2880, 2880), padding scale bytes poisoned."""
     f = FORMATS[fmt]
-    layout = layout if f.kind in ("mxfp8", "nvfp4") else "compact"
     for N, K in ((5760, 2880), (2880, 2880)) if as_given else ((180, 90), (90, 90)):
         w, x = normal(1, N, K, seed=1), normal(5, K, seed=2)
         offsets = torch.tensor([0, 5])
@@ -134,7 +139,8 @@ def test_c07_padding_of_weight_scales(fmt, layout, as_given):
         for byte in (0x7F, 0xFF, 0x3C):
             w_q = bs.quantize_grouped(w, None, f, columnwise=True, layout=layout)
             want = bs.grouped_gemm(x_q, w_q), bs.grouped_gemm(dy_q, w_q, role="dgrad")
-            assert poison(w_q, byte) > 0
+            whole = N % 128 == 0 and fmt == "fp8block_square"  # has nothing to poison: its scales have no padding of their own
+            assert (poison(w_q, byte) == 0) == whole
             assert_same(bs.grouped_gemm(x_q, w_q), want[0], "forward")
             assert_same(bs.grouped_gemm(dy_q, w_q, role="dgrad"), want[1], "dgrad")
         assert worst_group(want[0], gemm64(x_q, w_q, "forward", offsets, 5), offsets) <= GEMM_BOUND

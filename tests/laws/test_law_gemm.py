@@ -120,6 +120,14 @@ def test_every_poison_byte_in_every_plane(name, layout):
         check(Grouping((37, 0, 128, 1, 65, 0, 15), 70, byte), name, 33, 30, layout, torch.nan, byte)
 
 
+@pytest.mark.parametrize("name", TRIPLES)
+def test_thin_groups_and_matrices(name):
+    """A product of few rows or columns has the same bits whatever lies beside it (a matrix library has paths for them)."""
+    for seed, sizes in enumerate([(0, 17), (17, 3), (1, 0), (5,), (0, 128, 2)]):
+        for N, K in ((1, 33), (2, 1), (30, 64), (1, 130), (32, 64), (64, 32)):
+            check(Grouping(sizes, 0, seed), name, K, N, "compact", torch.nan, 0x7F)
+
+
 def test_poison_in_a_live_byte_is_seen():
     """The comparison above fails when the poison hits one live entry: it is not blind."""
     x, w = normal(64, 33, seed=1), normal(1, 30, 33, seed=2)

@@ -9,6 +9,7 @@ import typer
 
 from blockscale import formats
 from blockscale.cli._shared import consoles, print_json
+from blockscale.ops.backend import choose
 from blockscale.report import Column, Table, describe_environment, table_to_rich
 from blockscale.report.environment import package_version
 from blockscale.train import CHOICES
@@ -32,6 +33,15 @@ def info(
         console.print(table_to_rich(Table(title, columns, rows)))
 
 
+def _backends(device: torch.device) -> str:
+    """``"gemm: reference (why)"`` for each kind of stage, those with the same answer together."""
+    stages: dict[str, list[str]] = {}
+    for stage in ("quantize", "gemm", "activation", "reduce", "routing"):
+        choice = choose(stage, device)
+        stages.setdefault(f"{choice.backend} ({choice.why})", []).append(stage)
+    return "; ".join(f"{', '.join(names)}: {answer}" for answer, names in stages.items())
+
+
 def _collect() -> dict[str, dict[str, Any]]:
     """Section -> name -> value; the same for people and machines."""
     cuda = {f"cuda:{index}": describe_environment(torch.device("cuda", index)) for index in range(torch.cuda.device_count())}
@@ -44,5 +54,5 @@ def _collect() -> dict[str, dict[str, Any]]:
         },
         "formats": {type(fmt).__name__: fmt.spec() for fmt in _FORMATS},
         "recipes": {name: choice.make().spec() for name, choice in CHOICES.items()},
-        "backends": {"reference": "plain torch, on every device: the specification that runs"},
+        "backends": {device: _backends(torch.device(device)) for device in ("cpu", *cuda)},
     }

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from blockscale.layouts import offsets_from_sizes
 from blockscale.ops.grouped_linear import grouped_linear
-from blockscale.recipes import Recipe
+from blockscale.recipes import Recipe, check_recipe
 
 
 class GroupedLinear(nn.Module):
@@ -43,8 +43,8 @@ class GroupedLinear(nn.Module):
         for name, value in (("num_groups", num_groups), ("in_features", in_features), ("out_features", out_features)):
             if value < 1:
                 raise ValueError(f"{name}={value} is not legal; it must be at least 1")
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(f"recipe is {type(recipe).__name__}; a blockscale Recipe or None is needed")
+        if recipe is not None:
+            check_recipe(recipe)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.recipe = recipe
         self.accumulate_into_main_grad = accumulate_into_main_grad

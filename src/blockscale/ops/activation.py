@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from blockscale.activations import Activation, parse
-from blockscale.ops import registry
+from blockscale.ops import checks, registry
 from blockscale.reference.activations import activation_backward as reference_backward
 from blockscale.reference.activations import activation_forward as reference_forward
 
@@ -36,7 +36,7 @@ def activation(
         [rows, W/2] for a GLU, else [rows, W], in h's dtype. Example: swiglu of the row [a, b] is a*sigmoid(a)*b.
 
     Raises:
-        ValueError: a shape, an option or, on the CPU, ``offsets[-1]`` outside 0..rows.
+        ValueError: a shape, an option or, on the CPU, offsets that do not start at 0, decrease, or end past the rows.
         TypeError: a dtype.
     """
     check_activation(h, probs, offsets, interleave)
@@ -61,22 +61,15 @@ def check_activation(h: Tensor, probs: Tensor | None, offsets: Tensor | None, in
         if probs.device != h.device:
             raise ValueError(f"probs is on {probs.device}; it must be on the device of h, {h.device}")
     if offsets is not None:
-        if offsets.dtype != torch.int64:
-            raise TypeError(f"offsets has dtype {offsets.dtype}; it must be torch.int64")
-        if offsets.dim() != 1 or offsets.shape[0] < 1:
-            raise ValueError(f"offsets has shape {tuple(offsets.shape)}; [groups + 1] is needed")
-        if offsets.device != h.device:
-            raise ValueError(f"offsets is on {offsets.device}; it must be on the device of h, {h.device}")
+        checks.same_device(h=h, offsets=checks.offsets(offsets))
 
 
 def _live_rows(offsets: Tensor | None, rows: int) -> int:
     """The number of live rows, read on the host; for offsets on the CPU only."""
     if offsets is None:
         return rows
-    live = int(offsets[-1])
-    if not 0 <= live <= rows:
-        raise ValueError(f"offsets[-1]={live} is not legal; it must be in 0..{rows}, the rows of h")
-    return live
+    checks.offset_values(offsets, rows)
+    return int(offsets[-1])
 
 
 def _live_mask(offsets: Tensor | None, h: Tensor) -> Tensor | None:

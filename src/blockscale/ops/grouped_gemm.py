@@ -76,6 +76,8 @@ def grouped_gemm(
             raise ValueError(f"a has {a_columns} columns; {role} with b of {n} x {k} a group needs {expected}")
     checks.same_device(offsets=offsets, a=_some_tensor(a), b=_some_tensor(b), bias=bias, bias_scale=bias_scale, out=out)
     operands = [*_pack("a", a, PLANES[role][0]), *_pack("b", b, PLANES[role][1])]
+    if bias_scale is not None and bias is None:
+        raise ValueError(f"bias_scale is given but bias is None; it multiplies the bias (role={role!r})")
     if role == "wgrad":
         return _wgrad(operands, offsets, capacity, (G, a_columns, b_columns), out, accumulate, bias, out_dtype)
     if out is not None or accumulate:
@@ -118,12 +120,25 @@ def _wgrad(
 
 
 def _the_offsets(a: Operand, b: Operand, role: str, offsets: Tensor | None) -> Tensor:
-    if offsets is None:
-        owner = next((t for t in ((a, b) if role == "wgrad" else (a,)) if isinstance(t, GroupedTensor)), None)
-        if owner is None:
-            raise ValueError("offsets is None and no quantized activation carries them; int64[G+1] is needed")
-        return owner.offsets
-    return checks.offsets(offsets)
+    """The one extent of the product; operands that carry one must carry the same."""
+    rows = {"a": a, "b": b} if role == "wgrad" else {"a": a}
+    carried = {name: t.offsets for name, t in rows.items() if isinstance(t, GroupedTensor)}
+    if offsets is not None:
+        carried = {"offsets": checks.offsets(offsets)} | carried
+    if not carried:
+        raise ValueError("offsets is None and no quantized activation carries them; int64[G+1] is needed")
+    (name, the), *others = carried.items()
+    for other, t in others:
+        if t.shape != the.shape or not _same_values(t, the):
+            raise ValueError(f"the offsets of {other} are not those of {name}; producer and consumer must share one extent")
+    return the
+
+
+def _same_values(x: Tensor, y: Tensor) -> bool:
+    """Whether two offsets are one object, or, on the CPU, equal. Values on a GPU are not read."""
+    if x is y or torch.compiler.is_compiling():
+        return True
+    return torch.equal(x, y) if x.device.type == "cpu" and y.device.type == "cpu" else x.data_ptr() == y.data_ptr()
 
 
 def _rows_shape(name: str, x: Operand) -> tuple[int, int]:
@@ -135,9 +150,10 @@ def _rows_shape(name: str, x: Operand) -> tuple[int, int]:
 
 def _weight_shape(w: Operand, G: int) -> tuple[int, int]:
     if isinstance(w, GroupedTensor):
-        if w.num_groups != G or (G and w.capacity % G):
-            raise ValueError(f"b has {w.num_groups} groups in {w.capacity} rows; weights of {G} groups are needed")
-        return w.capacity // max(G, 1), w.shape[1]
+        if w.num_groups != G or w.matrix_rows is None:
+            kind = "no weights (G, N, K)" if w.matrix_rows is None else f"{w.num_groups} matrices"
+            raise ValueError(f"b was quantized from {kind}; quantize_grouped(w_GNK, None, fmt) of {G} groups is needed")
+        return w.matrix_rows, w.shape[1]
     checks.dtype("b", w, checks.FLOATS)
     if w.dim() != 3 or w.shape[0] != G:
         raise ValueError(f"b has shape {tuple(w.shape)}; ({G}, N, K) weights are needed")
@@ -165,13 +181,21 @@ def _pack(name: str, x: Operand, plane: str) -> tuple[list[Tensor], str, str]:
     return p.tensors(), x.format.spec(), p.layout
 
 
-def _unpack(tensors: list[Tensor], spec: str, layout: str, plane: str, shape: tuple[int, int], offsets: Tensor) -> Operand:
+def _unpack(
+    tensors: list[Tensor],
+    spec: str,
+    layout: str,
+    plane: str,
+    shape: tuple[int, int],
+    offsets: Tensor,
+    matrix_rows: int | None = None,
+) -> Operand:
     if not spec:
         return tensors[0]
     fmt = parse(spec)
     p = Plane(tensors[0], tensors[1], tensors[2] if fmt.has_amax else None, layout)
     row, column = (p, None) if plane == "rowwise" else (None, p)
-    return GroupedTensor(shape, fmt, row, column, offsets)
+    return GroupedTensor(shape, fmt, row, column, offsets, matrix_rows)
 
 
 def _gemm(
@@ -195,7 +219,7 @@ def _gemm(
     weight_offsets = torch.arange(G + 1, device=offsets.device) * n
     forward = role == "forward"
     rows = _unpack(a, a_format, a_layout, "rowwise", (capacity, k if forward else n), offsets)
-    w = _unpack(b, b_format, b_layout, PLANES[role][1], (G * n, k), weight_offsets)
+    w = _unpack(b, b_format, b_layout, PLANES[role][1], (G * n, k), weight_offsets, n)
     return reference.rows_by_weight(
         rows, w, offsets, capacity, transpose=forward, out_dtype=out_dtype, bias=bias, bias_scale=bias_scale
     )

@@ -47,6 +47,8 @@ def grouped_linear(
     checks.same_device(x=x, offsets=offsets, weight=w, bias=bias_GN, main_grad=main_grad, rng=rng)
     check_bias("bias", bias_GN, w)
     check_main_grad(main_grad, w)
+    if rng is not None:
+        checks.rng(rng)
     recipe = current_recipe(recipe)
     if rng is None and recipe.needs_rng:
         rng = rng_from(None, x.device)

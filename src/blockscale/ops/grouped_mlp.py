@@ -147,8 +147,14 @@ def grouped_mlp(
     check_bias("b2", b2, w2)
     if probs is not None:
         checks.shape("probs", checks.dtype("probs", probs, (torch.float32,)), (x.shape[0],), "one a row of x")
-    for w, main_grad in zip((w1, w2), main_grads or (), strict=False):
-        check_main_grad(main_grad, w)
+    if main_grads is not None:
+        if len(main_grads) != 2:
+            raise ValueError(f"main_grads has {len(main_grads)} buffers; (w1's, w2's) are needed")
+        for w, main_grad in zip((w1, w2), main_grads, strict=True):
+            check_main_grad(main_grad, w)
+            checks.same_device(x=x, main_grads=main_grad)
+    if rng is not None:
+        checks.rng(rng)
     recipe = current_recipe(recipe)
     if rng is None and recipe.needs_rng:
         rng = rng_from(None, x.device)

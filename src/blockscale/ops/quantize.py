@@ -99,12 +99,14 @@ def quantize_grouped(
         amax: float32 [G], or [2, G].
         fmt, rowwise, columnwise, generator, rng, out, raises: as :func:`quantize`.
     """
+    matrix_rows = None
     if offsets is None:
         checks.dtype("x", x, checks.FLOATS)
         if x.dim() != 3:
             raise ValueError(f"x has shape {tuple(x.shape)} and offsets is None; (G, N, K) weights are needed then")
-        offsets = torch.arange(x.shape[0] + 1, device=x.device) * x.shape[1]
-        x = x.reshape(-1, x.shape[2])
+        matrix_rows = x.shape[1]
+        offsets = torch.arange(x.shape[0] + 1, device=x.device) * matrix_rows
+        x = x.flatten(0, 1)
     x = checks.matrix("x", x, "capacity")
     offsets = checks.offsets(offsets)
     checks.same_device(x=x, offsets=offsets)
@@ -120,7 +122,7 @@ def quantize_grouped(
         return out
     tensors = torch.ops.blockscale.quantize_grouped(*args)
     row, column = planes_from_list(tensors, fmt, rowwise, columnwise, layout)
-    return GroupedTensor(shape, fmt, row, column, offsets)
+    return GroupedTensor(shape, fmt, row, column, offsets, matrix_rows)
 
 
 def check_options(fmt: object, rowwise: bool, columnwise: bool, layout: str, legal: tuple[str, ...]) -> None:
@@ -147,13 +149,14 @@ def _check_amax(amax: Tensor | None, fmt: Format, x: Tensor, num_groups: int) ->
 
 
 def check_rng(rng: Tensor | None, generator: torch.Generator | None, fmt: Format, x: Tensor) -> Tensor | None:
+    if rng is not None:
+        checks.same_device(x=x, rng=checks.rng(rng))
     if not getattr(fmt, "stochastic", False):
         return None
     if rng is None:
         return rng_from(generator, x.device)
     if generator is not None:
         raise ValueError("rng and generator are both given; one of them is needed")
-    checks.same_device(x=x, rng=checks.rng(rng))
     return rng
 
 

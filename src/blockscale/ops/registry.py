@@ -30,7 +30,20 @@ def define(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> t
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     packet = getattr(getattr(torch.ops, NAMESPACE), name)
     overload: torch._ops.OpOverload = packet.default
+    for key in (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA):
+        _library.impl(name, _below_autocast(overload, key), key.name)
     return overload
+
+
+def _below_autocast(op: torch._ops.OpOverload, key: torch._C.DispatchKey) -> Callable[..., Any]:
+    """``torch.autocast`` must not lower the precision of what an implementation computes."""
+    without = torch._C.DispatchKeySet(key)
+
+    def kernel(*args: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(without):
+            return op(*args)
+
+    return kernel
 
 
 def autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:

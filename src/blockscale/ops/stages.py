@@ -5,7 +5,7 @@ Everything here runs inside an operator's implementation, on real tensors. Legen
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,7 +51,9 @@ def quantize_weight(w_GNK: Tensor, fmt: Format | None, plane: str) -> Operand:
     G, N, K = w_GNK.shape
     offsets = torch.arange(G + 1, device=w_GNK.device) * N
     row = plane == "rowwise"
-    return quantize(w_GNK.reshape(G * N, K), offsets, fmt, rowwise=row, columnwise=not row)
+    q = quantize(w_GNK.reshape(G * N, K), offsets, fmt, rowwise=row, columnwise=not row)
+    assert isinstance(q, GroupedTensor)
+    return replace(q, matrix_rows=N)
 
 
 def forward_gemm(

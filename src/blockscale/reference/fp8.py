@@ -41,7 +41,7 @@ def quantize_tensor_planes(
             scaled = frame_PK * of_tile(scale_G, tiles).repeat_interleave(TILE)[:, None]
             codes = encode(scaled, fmt.element)
             data = codes.view(T, TILE, K).mT if n else codes
-            planes[n] = Logical(data, divide(1.0, scale_G), amax_G.clone())
+            planes[n] = Logical(data, divide(1.0, scale_G), amax_G)
     return planes[0], planes[1]
 
 

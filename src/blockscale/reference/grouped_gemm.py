@@ -1,8 +1,8 @@
 """The meaning of the grouped GEMM in its three roles, in plain torch.
 
 Each group is one float32 product of exact operands (codes times block scales); its accumulator is multiplied by
-alpha = fl(global scale of a * global scale of b), then the bias is added, then the result is rounded once. Rows are padded
-with zeros to a multiple of 32: with fewer rows torch's CPU GEMM takes another kernel, whose bits differ.
+alpha = fl(global scale of a * global scale of b), then the bias is added, then the result is rounded once. Each side is
+padded with zeros to a multiple of 32: thinner products take other kernels in torch's CPU GEMM, whose bits differ.
 
 Legend: G groups, N outputs, K contraction of the forward product, P slots of the frame, M rows.
 """
@@ -20,7 +20,7 @@ from blockscale.tensors import GroupedTensor
 from blockscale.tensors.decode import global_scale, values
 
 Operand = GroupedTensor | Tensor
-ROW_PAD = 32
+PAD = 32
 
 
 @dataclass
@@ -46,6 +46,14 @@ def weight_tiles(weight: Operand, num_groups: int) -> TileMap:
         return weight.tiles
     G, N, _ = weight.shape
     return TileMap(torch.arange(num_groups + 1, device=weight.device) * N, G * N)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """float32 a @ b, both padded with zeros to multiples of 32 outside the contraction: never a matrix-vector kernel."""
+    m, n = a.shape[0], b.shape[1]
+    if m % PAD or n % PAD:
+        a, b = F.pad(a, (0, 0, 0, -m % PAD)), F.pad(b, (0, -n % PAD))
+    return (a @ b)[:m, :n]
 
 
 def _alpha(a: Frame, b: Frame) -> Tensor | None:
@@ -77,7 +85,8 @@ def rows_by_weight(
     a_f = frame(a, "rowwise", tiles)
     w_f = frame(w, "rowwise" if transpose else "columnwise", w_tiles)
     alpha = _alpha(a_f, w_f)
-    N = w_tiles.capacity // max(tiles.num_groups, 1)
+    N = w.matrix_rows if isinstance(w, GroupedTensor) else w.shape[1]
+    assert N is not None
     columns = N if transpose else w_f.values.shape[1]
     y = torch.zeros((capacity, columns), dtype=out_dtype, device=a_f.values.device)
     for g, (start, rows, slot) in enumerate(_groups(tiles)):
@@ -85,7 +94,7 @@ def rows_by_weight(
             continue
         w_start = g * round_up(N, 128)
         w_NK = w_f.values[w_start : w_start + N]
-        acc = a_f.values[slot : slot + round_up(rows, ROW_PAD)] @ (w_NK.mT if transpose else w_NK)
+        acc = product(a_f.values[slot : slot + round_up(rows, PAD)], w_NK.mT if transpose else w_NK)
         acc = acc[:rows] if alpha is None else acc[:rows] * alpha[g]
         if bias is not None:
             b = bias[g].float()
@@ -103,8 +112,8 @@ def wgrad(dy: Operand, x: Operand, offsets: Tensor, capacity: int) -> Tensor:
     dw = torch.zeros(shape, dtype=torch.float32, device=dy_f.values.device)
     for g, (_, rows, slot) in enumerate(_groups(tiles)):
         if rows:
-            slots = slice(slot, slot + round_up(rows, ROW_PAD))
-            acc = dy_f.values[slots].mT @ x_f.values[slots]
+            slots = slice(slot, slot + round_up(rows, PAD))
+            acc = product(dy_f.values[slots].mT, x_f.values[slots])
             dw[g] = acc if alpha is None else acc * alpha[g]
     return dw
 

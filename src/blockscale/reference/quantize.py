@@ -65,6 +65,6 @@ def _collect(planes: Planes, place: Callable[[Logical, str], tuple[Tensor, Tenso
     tensors: list[Tensor] = []
     for plane, which in zip(planes, PLANES, strict=True):
         if plane is not None:
-            amax = plane.scale.new_empty(0, dtype=torch.float32) if plane.amax is None else plane.amax
+            amax = plane.scale.new_empty(0, dtype=torch.float32) if plane.amax is None else plane.amax.clone()
             tensors += (*place(plane, which), amax)
     return tensors

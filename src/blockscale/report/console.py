@@ -14,8 +14,8 @@ def table_to_rich(table: Table) -> RichTable:
     """``table`` as a rich table."""
     drawn = RichTable(title=table.title, caption=table.note or None, box=box.SIMPLE_HEAD, title_justify="left")
     drawn.caption_justify = "left"
-    for column in table.columns:
-        drawn.add_column(column.title, justify=column.align, no_wrap=column.align == "left")
+    for index, column in enumerate(table.columns):
+        drawn.add_column(column.title, justify=column.align, no_wrap=index == 0, overflow="fold")
     for row in table.cells():
         drawn.add_row(*(Text(cell) for cell in row))
     return drawn

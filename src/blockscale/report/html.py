@@ -24,8 +24,8 @@ p{max-width:78ch;margin:8px 0}.lead{font-size:16px;color:var(--soft)}
 .note,figcaption{color:var(--soft);font-size:13px;max-width:90ch}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:14px}
 th,td{padding:6px 12px;border-bottom:1px solid var(--rule);text-align:right;vertical-align:bottom}
-th{font-weight:600;color:var(--soft)}td{white-space:nowrap}
-.left{text-align:left}td:first-child,th:first-child{padding-left:4px}
+th{font-weight:600;color:var(--soft)}td:not(.left),td:first-child{white-space:nowrap}
+.left{text-align:left;overflow-wrap:anywhere}td:first-child,th:first-child{padding-left:4px}
 .facts th{text-align:left;font-weight:400;white-space:nowrap;vertical-align:top}
 .facts td{text-align:left;white-space:normal;overflow-wrap:anywhere}
 ul.verdicts{list-style:none;padding:0;margin:8px 0}

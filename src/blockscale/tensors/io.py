@@ -43,10 +43,13 @@ def save(tensors: Mapping[str, BlockScaledTensor | GroupedTensor], path: str | o
             flat |= {f"{name}.{plane}.{part}": t for part in ("data", "scale", "amax") if (t := getattr(p, part)) is not None}
         if isinstance(tensor, GroupedTensor):
             flat[f"{name}.offsets"] = tensor.offsets
+            entry["matrix_rows"] = tensor.matrix_rows
         elif tensor.extent is not None:
             entry["extent"] = asdict(tensor.extent)
         header[name] = entry
-    flat = {key: t.contiguous() for key, t in flat.items()}
+    storages = {t.untyped_storage().data_ptr() for t in flat.values()}
+    shared = len(storages) < len(flat)  # the file format has no shared tensors: each gets its own bytes
+    flat = {key: t.clone() if shared else t.contiguous() for key, t in flat.items()}
     target = Path(path)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     os.close(handle)
@@ -80,7 +83,8 @@ def load(path: str | os.PathLike[str], device: str = "cpu") -> dict[str, BlockSc
             planes[plane] = Plane(flat[f"{key}.data"], flat[f"{key}.scale"], flat.get(f"{key}.amax"), layout)
         shape, fmt = (entry["shape"][0], entry["shape"][1]), parse(entry["format"])
         if f"{name}.offsets" in flat:
-            result[name] = GroupedTensor(shape, fmt, planes["rowwise"], planes["columnwise"], flat[f"{name}.offsets"])
+            offsets, rows = flat[f"{name}.offsets"], entry["matrix_rows"]
+            result[name] = GroupedTensor(shape, fmt, planes["rowwise"], planes["columnwise"], offsets, rows)
         else:
             extent = GroupExtent(**entry["extent"]) if "extent" in entry else None
             result[name] = BlockScaledTensor(shape, fmt, planes["rowwise"], planes["columnwise"], extent)

@@ -152,9 +152,11 @@ class GroupedTensor(_Quantized):
         format: the format of every group.
         rowwise, columnwise: the planes, None when not asked for.
         offsets: int64[G+1] on the device: group g owns rows offsets[g]..offsets[g+1]. The one extent of this tensor.
+        matrix_rows: N when the groups are the matrices of weights (G, N, K), else None.
     """
 
     offsets: Tensor
+    matrix_rows: int | None = None
 
     @property
     def num_groups(self) -> int:
