@@ -10,7 +10,7 @@ OUT ?= runs/make-run
 .PHONY: run test test-slow lint setup clean
 
 run: setup
-	$(BIN)/blockscale train --steps 150 --overwrite --out $(OUT)
+	$(BIN)/blockscale train --overwrite --out $(OUT)
 
 test: setup lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 from blockscale.formats import MXFP8, NVFP4, Format, FP8Block, FP8Tensor, parse
 
@@ -27,6 +28,7 @@ class Recipe:
     input: Format | None = None
     weight: Format | None = None
     gradient: Format | None = None
+    _spec: ClassVar[str]
 
     def __post_init__(self) -> None:
         roles = {"input": self.input, "weight": self.weight, "gradient": self.gradient}
@@ -41,6 +43,10 @@ class Recipe:
             if getattr(roles[role], "stochastic", False):
                 raise ValueError(f"{role} with stochastic=True is not legal: only gradients are rounded stochastically")
 
+        # made once: torch.compile would take the numbers of a second recipe for symbolic sizes while it traced the text
+        parts = (_HIGH_PRECISION if f is None else f.spec() for f in roles.values())
+        object.__setattr__(self, "_spec", "|".join(parts))
+
     @property
     def name(self) -> str:
         """A short name for tables."""
@@ -53,7 +59,7 @@ class Recipe:
 
     def spec(self) -> str:
         """String form that operators take; :func:`parse_recipe` is the inverse."""
-        return "|".join(_HIGH_PRECISION if f is None else f.spec() for f in (self.input, self.weight, self.gradient))
+        return self._spec
 
 
 @lru_cache(maxsize=64)

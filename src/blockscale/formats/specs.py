@@ -20,6 +20,7 @@ class Format:
     """What all formats have in common; not to be made directly."""
 
     kind: ClassVar[str]
+    _spec: ClassVar[str]
     #: whether planes carry a global amax
     has_amax: ClassVar[bool] = False
     #: whether the columnwise plane is stored transposed, (K, M)
@@ -55,11 +56,15 @@ class Format:
 
     def spec(self) -> str:
         """The string form, such as ``mxfp8:element=e4m3:block=1x32:scale_rounding=up:nan=propagate``."""
+        return self._spec
+
+    def __post_init__(self) -> None:
+        """Make the text once: torch.compile would take the numbers of a second format for symbolic sizes as it traced this."""
         parts = [self.kind]
         for name, value in asdict(self).items():
             text = "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
             parts.append(f"{name}={text}")
-        return ":".join(parts)
+        object.__setattr__(self, "_spec", ":".join(parts))
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,7 @@ class MXFP8(Format):
     kind: ClassVar[str] = "mxfp8"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check("element", self.element, ("e4m3", "e5m2"))
         _check("block", self.block, ((1, 32), (32, 32)))
         _check("scale_rounding", self.scale_rounding, ("up", "floor"))
@@ -107,6 +113,7 @@ class NVFP4(Format):
     transposed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check("block", self.block, ((1, 16), (16, 16)))
         _check("hadamard", self.hadamard, (False, True))
         _check("stochastic", self.stochastic, (False, True))
@@ -133,6 +140,7 @@ class FP8Tensor(Format):
     transposed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_fp8(self.element, self.power_of_two, self.eps)
 
 
@@ -155,6 +163,7 @@ class FP8Block(Format):
     transposed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check("block", self.block, ((1, 128), (128, 128)))
         _check_fp8(self.element, self.power_of_two, self.eps)
 

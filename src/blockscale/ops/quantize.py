@@ -126,6 +126,7 @@ def quantize_grouped(
 
 
 def check_options(fmt: object, rowwise: bool, columnwise: bool, layout: str, legal: tuple[str, ...]) -> None:
+    """Raise unless the format, the planes and the layout go together; ``legal``: layouts of this kind of tensor."""
     if not isinstance(fmt, Format) or type(fmt) is Format:
         raise TypeError(f"fmt is {type(fmt).__name__}; a format such as MXFP8() is needed")
     if not (rowwise or columnwise):
@@ -149,6 +150,7 @@ def _check_amax(amax: Tensor | None, fmt: Format, x: Tensor, num_groups: int) ->
 
 
 def check_rng(rng: Tensor | None, generator: torch.Generator | None, fmt: Format, x: Tensor) -> Tensor | None:
+    """The rng to use: none without stochastic rounding, the one given, or one drawn from ``generator``."""
     if rng is not None:
         checks.same_device(x=x, rng=checks.rng(rng))
     if not getattr(fmt, "stochastic", False):

@@ -49,7 +49,7 @@ def save(tensors: Mapping[str, BlockScaledTensor | GroupedTensor], path: str | o
         header[name] = entry
     storages = {t.untyped_storage().data_ptr() for t in flat.values()}
     shared = len(storages) < len(flat)  # the file format has no shared tensors: each gets its own bytes
-    flat = {key: t.clone() if shared else t.contiguous() for key, t in flat.items()}
+    flat = {key: t.clone(memory_format=torch.contiguous_format) if shared else t.contiguous() for key, t in flat.items()}
     target = Path(path)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     os.close(handle)
