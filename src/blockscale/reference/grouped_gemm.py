@@ -53,7 +53,14 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     m, n = a.shape[0], b.shape[1]
     if m % PAD or n % PAD:
         a, b = F.pad(a, (0, 0, 0, -m % PAD)), F.pad(b, (0, -n % PAD))
-    return (a @ b)[:m, :n]
+    precision = torch.get_float32_matmul_precision()
+    if precision == "highest":
+        return (a @ b)[:m, :n]
+    torch.set_float32_matmul_precision("highest")  # the caller's choice must not change bits
+    try:
+        return (a @ b)[:m, :n]
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 def _alpha(a: Frame, b: Frame) -> Tensor | None:

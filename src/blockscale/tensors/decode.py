@@ -59,7 +59,7 @@ def values(plane: Logical, fmt: Format, which: str, tiles: TileMap, K: int, *, w
     if isinstance(fmt, NVFP4) and which == "columnwise" and not fmt.hadamard:
         # elsewhere absent elements are zero already (a partial transform block is wholly data)
         x = x.masked_fill((tiles.source < 0)[:, None], 0)
-    return x
+    return x.contiguous()
 
 
 def _times_blocks(q: Tensor, s: Tensor, fmt: Format, which: str, T: int, K: int) -> Tensor:
