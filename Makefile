@@ -7,7 +7,7 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.10' || 
 JOBS ?= 2
 OUT ?= runs/make-run
 
-.PHONY: run test test-slow lint setup clean
+.PHONY: run test test-slow test-peers lint setup clean
 
 run: setup
 	$(BIN)/blockscale train --overwrite --out $(OUT)
@@ -17,6 +17,11 @@ test: setup lint
 
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m slow
+
+# torchao and compressed-tensors beside the torch that is there
+test-peers: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[peers]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/peers
 
 lint: setup
 	$(BIN)/ruff check src tests
