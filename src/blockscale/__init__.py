@@ -19,7 +19,11 @@ from blockscale.ops.routing import Permuted, permute, unpermute
 from blockscale.recipes import autocast
 from blockscale.tensors import BlockScaledTensor, GroupedTensor, Plane, load, save
 
-from blockscale import nn  # isort: skip  (knows the operators above)
+from blockscale.ops import registry as _registry  # isort: skip
+
+_registry.finish()
+
+from blockscale import nn  # isort: skip  # noqa: E402  (knows the operators above)
 
 __version__ = version("blockscale")
 

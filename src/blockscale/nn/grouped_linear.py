@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from blockscale.layouts import offsets_from_sizes
+from blockscale.ops import checks
 from blockscale.ops.grouped_linear import grouped_linear
 from blockscale.recipes import Recipe, check_recipe
 
@@ -41,8 +42,10 @@ class GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         for name, value in (("num_groups", num_groups), ("in_features", in_features), ("out_features", out_features)):
-            if value < 1:
-                raise ValueError(f"{name}={value} is not legal; it must be at least 1")
+            checks.count(name, value)
+        checks.flag("bias", bias)
+        if dtype is not None and dtype not in checks.FLOATS:
+            raise TypeError(f"dtype={dtype}; legal: {checks.names(checks.FLOATS)}")
         if recipe is not None:
             check_recipe(recipe)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
@@ -62,7 +65,7 @@ class GroupedLinear(nn.Module):
 
     def main_grad(self) -> Tensor | None:
         """The buffer that dW is added to, or None; ``ValueError`` when it is wanted but the weight has none."""
-        if not self.accumulate_into_main_grad:
+        if not (self.accumulate_into_main_grad and torch.is_grad_enabled()):
             return None
         buffer: Tensor | None = getattr(self.weight, "main_grad", None)
         if buffer is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from blockscale.formats import MXFP8, NVFP4, Format, parse
 from blockscale.layouts import LAYOUTS
@@ -20,6 +21,8 @@ TILED_FORMATS = (MXFP8, NVFP4)
 
 def rng_from(generator: torch.Generator | None, device: torch.device) -> Tensor:
     """int64[2] (seed, offset 0) drawn from ``generator`` (None: torch's default) on its own device."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator is {type(generator).__name__}; a torch.Generator or None is needed")
     source = device if generator is None else generator.device
     seed = torch.randint(-(2**63), 2**63 - 1, (1,), generator=generator, device=source)
     return torch.cat((seed, torch.zeros_like(seed))).to(device)
@@ -129,6 +132,8 @@ def check_options(fmt: object, rowwise: bool, columnwise: bool, layout: str, leg
     """Raise unless the format, the planes and the layout go together; ``legal``: layouts of this kind of tensor."""
     if not isinstance(fmt, Format) or type(fmt) is Format:
         raise TypeError(f"fmt is {type(fmt).__name__}; a format such as MXFP8() is needed")
+    for name, value in (("rowwise", rowwise), ("columnwise", columnwise)):
+        checks.flag(name, value)
     if not (rowwise or columnwise):
         raise ValueError("rowwise=False and columnwise=False: at least one plane must be asked for")
     if not isinstance(fmt, TILED_FORMATS):
@@ -146,6 +151,10 @@ def _check_amax(amax: Tensor | None, fmt: Format, x: Tensor, num_groups: int) ->
     if tuple(amax.shape) not in ((num_groups,), (2, num_groups)):
         raise ValueError(f"amax has shape {tuple(amax.shape)}; ({num_groups},) or (2, {num_groups}) is needed")
     checks.same_device(x=x, amax=amax)
+    if amax.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(amax, FakeTensor):
+        wrong = amax[~(amax >= 0)]
+        if wrong.numel():
+            raise ValueError(f"amax holds {wrong[0].item()}; a largest magnitude is needed, >= 0 and not NaN")
     return amax
 
 
