@@ -14,7 +14,7 @@ from blockscale.layouts import LAYOUTS
 from blockscale.ops import checks, registry
 from blockscale.reference import quantize as reference
 from blockscale.tensors import BlockScaledTensor, GroupedTensor, planes_from_list
-from blockscale.tensors.shapes import grouped_plane_shapes, plane_shapes
+from blockscale.tensors.shapes import grouped_plane_shapes, plane_shapes, scale_dtype
 
 TILED_FORMATS = (MXFP8, NVFP4)
 
@@ -245,11 +245,10 @@ def _quantize_grouped_out(
 
 
 def _fake_planes(x: Tensor, fmt: Format, shapes: list[tuple[tuple[int, ...], tuple[int, ...]]], G: int) -> list[Tensor]:
-    scale_dtype = torch.uint8 if isinstance(fmt, TILED_FORMATS) else torch.float32
     result: list[Tensor] = []
     for data, scale in shapes:
         result.append(x.new_empty(data, dtype=torch.uint8))
-        result.append(x.new_empty(scale, dtype=scale_dtype))
+        result.append(x.new_empty(scale, dtype=scale_dtype(fmt)))
         result.append(x.new_empty(G if fmt.has_amax else 0, dtype=torch.float32))
     return result
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from blockscale.formats import MXFP8, Format, FP8Block, FP8Tensor
+import torch
+
+from blockscale.formats import MXFP8, NVFP4, Format, FP8Block, FP8Tensor
 from blockscale.layouts import ceil_div, round_up, tile_capacity
 from blockscale.tensors.arrange import linear_shape, row_bytes, whole_scale
 
@@ -48,3 +50,8 @@ def grouped_plane_shapes(
     else:
         scale = (8 * Kp * T,)
     return data, ((scale[0] * scale[1],) if layout == "swizzled" and len(scale) == 2 else scale)
+
+
+def scale_dtype(fmt: Format) -> torch.dtype:
+    """uint8 codes for the formats that have them, else float32."""
+    return torch.uint8 if isinstance(fmt, (MXFP8, NVFP4)) else torch.float32
