@@ -12,9 +12,9 @@ from torch import Tensor
 
 from blockscale.activations import parse as parse_activation
 from blockscale.formats import Format
+from blockscale.ops import backend
 from blockscale.ops.activation import run_backward, run_forward
 from blockscale.reference import grouped_gemm as gemm_reference
-from blockscale.reference import quantize as quantize_reference
 from blockscale.tensors import GroupedTensor, Plane, planes_from_list
 
 Operand = GroupedTensor | Tensor
@@ -39,7 +39,7 @@ def quantize(
     """Quantize (M, K) rows; x itself when ``fmt`` is None."""
     if fmt is None or not (rowwise or columnwise):
         return x
-    tensors = quantize_reference.quantize_grouped(x, offsets, fmt, rowwise, columnwise, LAYOUT, None, rng)
+    tensors = backend.quantize(x, offsets, fmt, rowwise, columnwise, LAYOUT, None, rng)
     row, column = planes_from_list(tensors, fmt, rowwise, columnwise, LAYOUT)
     return GroupedTensor((x.shape[0], x.shape[1]), fmt, row, column, offsets)
 
