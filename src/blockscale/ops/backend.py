@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 
 from blockscale.formats import Format
+from blockscale.kernels.cpu import gemm as cpu_gemm
 from blockscale.kernels.cpu import quantize as cpu_quantize
+from blockscale.kernels.cpu.blas import bf16_gemm
 from blockscale.kernels.cpu.build import load
 from blockscale.ops import checks
+from blockscale.reference import grouped_gemm as reference_gemm
 from blockscale.reference import quantize as reference_quantize
+from blockscale.tensors import GroupedTensor
 
 #: what each kind of stage runs in the reference backend
 _REFERENCE = {
@@ -28,7 +32,7 @@ _REFERENCE = {
     "routing": "blockscale.reference.routing",
 }
 #: what has a compiled CPU kernel
-_CPU = {"quantize": "blockscale.kernels.cpu.quantize"}
+_CPU = {"quantize": "blockscale.kernels.cpu.quantize", "gemm": "blockscale.kernels.cpu.gemm"}
 
 _only_reference = False
 
@@ -56,8 +60,15 @@ def choose(stage: str, device: torch.device) -> Choice:
     elif load().library is None:
         why = f"plain torch, because the faster cpu backend is not there: {load().why}"
     else:
-        return Choice("cpu", _CPU[stage], f"{load().why}; the bits of the reference", 0)
+        return Choice("cpu", _CPU[stage], f"{load().why}; {_products() if stage == 'gemm' else 'the bits of the reference'}", 0)
     return Choice("reference", _REFERENCE[stage], why, 0)
+
+
+def _products() -> str:
+    function, why = bf16_gemm()
+    if function is None:
+        return f"operands decoded by it, products in float32, because {why}"
+    return f"{why}, where a group's operands are exact in bfloat16; else float32"
 
 
 def fast(stage: str, device: torch.device) -> bool:
@@ -109,3 +120,30 @@ def _separate(x: Tensor, out: list[Tensor]) -> bool:
     """Whether the kernels can write to ``out`` at once: whole tensors in memory that x does not share."""
     memory = x.untyped_storage().data_ptr()
     return all(t.is_contiguous() and t.untyped_storage().data_ptr() != memory for t in out)
+
+
+def rows_by_weight(
+    a: GroupedTensor | Tensor,
+    w: GroupedTensor | Tensor,
+    offsets: Tensor,
+    capacity: int,
+    *,
+    transpose: bool,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+) -> Tensor:
+    """Forward and dgrad: ``reference.grouped_gemm.rows_by_weight`` or the kernel of the same meaning."""
+    options = {"transpose": transpose, "out_dtype": out_dtype, "bias": bias, "bias_scale": bias_scale}
+    if fast("gemm", offsets.device):
+        checks.offset_values(offsets, capacity)
+        return cpu_gemm.rows_by_weight(a, w, offsets, capacity, product=reference_gemm.product, **options)  # type: ignore[arg-type]
+    return reference_gemm.rows_by_weight(a, w, offsets, capacity, **options)  # type: ignore[arg-type]
+
+
+def wgrad(dy: GroupedTensor | Tensor, x: GroupedTensor | Tensor, offsets: Tensor, capacity: int) -> Tensor:
+    """float32 (G, N, K): ``reference.grouped_gemm.wgrad`` or the kernel of the same meaning."""
+    if fast("gemm", offsets.device):
+        checks.offset_values(offsets, capacity)
+        return cpu_gemm.wgrad(dy, x, offsets, capacity, product=reference_gemm.product)
+    return reference_gemm.wgrad(dy, x, offsets, capacity)

@@ -60,19 +60,19 @@ def forward_gemm(
     x: Operand, w: Operand, offsets: Tensor, dtype: torch.dtype, bias: Tensor | None, bias_scale: Tensor | None = None
 ) -> Tensor:
     """y = x W^T + bias * bias_scale, rounded once to ``dtype``."""
-    return gemm_reference.rows_by_weight(
+    return backend.rows_by_weight(
         x, w, offsets, x.shape[0], transpose=True, out_dtype=dtype, bias=bias, bias_scale=bias_scale
     )
 
 
 def dgrad_gemm(dy: Operand, w: Operand, offsets: Tensor, dtype: torch.dtype) -> Tensor:
     """dx = dy W, rounded once to ``dtype``."""
-    return gemm_reference.rows_by_weight(dy, w, offsets, dy.shape[0], transpose=False, out_dtype=dtype)
+    return backend.rows_by_weight(dy, w, offsets, dy.shape[0], transpose=False, out_dtype=dtype)
 
 
 def wgrad_gemm(dy: Operand, x: Operand, offsets: Tensor, w: Tensor, main_grad: Tensor | None) -> Tensor:
     """dW = dy^T x in w's dtype; with a main_grad it is added there in float32 instead, and the result is empty."""
-    dw = gemm_reference.wgrad(dy, x, offsets, dy.shape[0])
+    dw = backend.wgrad(dy, x, offsets, dy.shape[0])
     if main_grad is None:
         return dw.to(w.dtype)
     main_grad.add_(dw)

@@ -20,7 +20,8 @@ typedef u8 vb __attribute__((vector_size(16)));
 typedef u16 vb2 __attribute__((vector_size(16)));
 typedef u8 vn __attribute__((vector_size(8)));
 
-#define INLINE static inline __attribute__((always_inline))
+#define METHOD inline __attribute__((always_inline))
+#define INLINE static METHOD
 
 enum DType { F32 = 0, BF16 = 1, F16 = 2 };
 
