@@ -11,8 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from blockscale.formats import MXFP8, NVFP4, Format, parse
 from blockscale.layouts import LAYOUTS
-from blockscale.ops import checks, registry
-from blockscale.reference import quantize as reference
+from blockscale.ops import backend, checks, registry
 from blockscale.tensors import BlockScaledTensor, GroupedTensor, planes_from_list
 from blockscale.tensors.shapes import grouped_plane_shapes, plane_shapes, scale_dtype
 
@@ -197,7 +196,7 @@ def _out_tensors(
 def _quantize(
     x: Tensor, fmt: str, rowwise: bool, columnwise: bool, layout: str, amax: Tensor | None, rng: Tensor | None
 ) -> list[Tensor]:
-    return reference.quantize(x, parse(fmt), rowwise, columnwise, layout, amax, rng)
+    return backend.quantize(x, None, parse(fmt), rowwise, columnwise, layout, amax, rng)
 
 
 def _quantize_grouped(
@@ -210,8 +209,7 @@ def _quantize_grouped(
     amax: Tensor | None,
     rng: Tensor | None,
 ) -> list[Tensor]:
-    checks.offset_values(offsets, x.shape[0])
-    return reference.quantize_grouped(x, offsets, parse(fmt), rowwise, columnwise, layout, amax, rng)
+    return backend.quantize(x, offsets, parse(fmt), rowwise, columnwise, layout, amax, rng)
 
 
 def _quantize_out(
@@ -224,8 +222,7 @@ def _quantize_out(
     rng: Tensor | None,
     out: list[Tensor],
 ) -> None:
-    for target, source in zip(out, _quantize(x, fmt, rowwise, columnwise, layout, amax, rng), strict=True):
-        target.copy_(source)
+    backend.quantize(x, None, parse(fmt), rowwise, columnwise, layout, amax, rng, out)
 
 
 def _quantize_grouped_out(
@@ -239,9 +236,9 @@ def _quantize_grouped_out(
     rng: Tensor | None,
     out: list[Tensor],
 ) -> None:
-    planes = _quantize_grouped(x, offsets, fmt, rowwise, columnwise, layout, amax, rng)
-    for target, source in zip(out, [*planes, offsets], strict=True):
-        target.copy_(source)
+    *planes, kept_offsets = out
+    backend.quantize(x, offsets, parse(fmt), rowwise, columnwise, layout, amax, rng, planes)
+    kept_offsets.copy_(offsets)
 
 
 def _fake_planes(x: Tensor, fmt: Format, shapes: list[tuple[tuple[int, ...], tuple[int, ...]]], G: int) -> list[Tensor]:
