@@ -357,3 +357,15 @@ def test_compiled_for_other_sizes():
         want = step(lambda x, sizes=sizes: (module(x, torch.tensor(sizes)), torch.zeros(())), (x,), parameters)
         got = step(lambda x, sizes=sizes: (compiled(x, torch.tensor(sizes)), torch.zeros(())), (x,), parameters)
         assert_all_same(got, want, sizes)
+
+
+def test_compiled_with_the_activation_by_name():
+    torch._dynamo.reset()
+    s = Setting(SIZES["many"], 4)
+    for name in ("swiglu", "situ"):
+
+        def call(x, name=name):
+            return bs.grouped_mlp(x, s.w1, s.w2, s.offsets, activation=name)
+
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        assert_all_same({"y": compiled(s.x)}, {"y": call(s.x)}, name)

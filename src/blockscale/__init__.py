@@ -20,6 +20,7 @@ from blockscale.recipes import autocast
 from blockscale.tensors import BlockScaledTensor, GroupedTensor, Plane, load, save
 
 from blockscale import nn  # isort: skip  (knows the operators above)
+from blockscale.nn.convert import convert_model, restore_model  # isort: skip
 
 __version__ = version("blockscale")
 
@@ -38,6 +39,7 @@ __all__ = [
     "activation_quantize",
     "activations",
     "autocast",
+    "convert_model",
     "explain",
     "formats",
     "grouped_gemm",
@@ -51,6 +53,7 @@ __all__ = [
     "quantize",
     "quantize_grouped",
     "recipes",
+    "restore_model",
     "save",
     "unpermute",
 ]

@@ -62,15 +62,7 @@ class GroupedLinear(nn.Module):
 
     def main_grad(self) -> Tensor | None:
         """The buffer that dW is added to, or None; ``ValueError`` when it is wanted but the weight has none."""
-        if not self.accumulate_into_main_grad:
-            return None
-        buffer: Tensor | None = getattr(self.weight, "main_grad", None)
-        if buffer is None:
-            raise ValueError(
-                "accumulate_into_main_grad=True but weight.main_grad is missing; set it to a float32 tensor of shape "
-                f"{tuple(self.weight.shape)} before the forward pass"
-            )
-        return buffer
+        return main_grad_of(self.weight) if self.accumulate_into_main_grad else None
 
     def forward(self, x: Tensor, sizes: Tensor | None = None, *, offsets: Tensor | None = None) -> Tensor:
         """y of x (M, K), rows sorted by group.
@@ -90,6 +82,17 @@ class GroupedLinear(nn.Module):
         recipe = "" if self.recipe is None else f", recipe={self.recipe.name}"
         shape = f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}"
         return f"{shape}, bias={self.bias is not None}{recipe}"
+
+
+def main_grad_of(weight: Tensor) -> Tensor:
+    """``weight.main_grad``; ``ValueError`` when there is none."""
+    buffer: Tensor | None = getattr(weight, "main_grad", None)
+    if buffer is None:
+        raise ValueError(
+            "accumulate_into_main_grad=True but weight.main_grad is missing; set it to a float32 tensor of shape "
+            f"{tuple(weight.shape)} before the forward pass"
+        )
+    return buffer
 
 
 def resolve_offsets(sizes: Tensor | None, offsets: Tensor | None) -> Tensor:
