@@ -15,6 +15,8 @@ from blockscale.recipes import Recipe, check_recipe
 
 Filter = Callable[[str, nn.Module], "bool | Recipe"]
 _ORIGINAL = "_blockscale_original"  # the class that a converted module had
+#: what conversion adds to a module
+_ADDED = ("recipe", "accumulate_into_main_grad", "wgrad_queue", "weight_cache", "_blockscale_adapter")
 
 
 class _ConvertedExperts(nn.Module):
@@ -77,7 +79,7 @@ def restore_model(model: nn.Module) -> nn.Module:
         original = module.__dict__.pop(_ORIGINAL, None)
         if original is not None:
             module.__class__ = original
-            for name in ("recipe", "accumulate_into_main_grad", "_blockscale_adapter"):
+            for name in _ADDED:
                 module.__dict__.pop(name, None)
     return model
 
