@@ -24,6 +24,7 @@ from blockscale.ops import registry as _registry  # isort: skip
 _registry.finish()
 
 from blockscale import nn  # isort: skip  # noqa: E402  (knows the operators above)
+from blockscale.nn.convert import convert_model, restore_model  # isort: skip  # noqa: E402
 
 __version__ = version("blockscale")
 
@@ -42,6 +43,7 @@ __all__ = [
     "activation_quantize",
     "activations",
     "autocast",
+    "convert_model",
     "explain",
     "formats",
     "grouped_gemm",
@@ -55,6 +57,7 @@ __all__ = [
     "quantize",
     "quantize_grouped",
     "recipes",
+    "restore_model",
     "save",
     "unpermute",
 ]
