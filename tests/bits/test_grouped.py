@@ -92,7 +92,7 @@ def test_random_groupings_of_every_option(fmt, layout):
 
 
 @pytest.mark.parametrize("dead", [float("nan"), float("inf"), 3.0, 0.0])
-@pytest.mark.parametrize("fmt", [cases.FEW[0], cases.FEW[2], cases.FEW[5], cases.FEW[7]], ids=str)
+@pytest.mark.parametrize("fmt", [cases.FEW[0], cases.FEW[2], cases.FEW[5], cases.FEW[7], cases.FEW[9]], ids=str)
 def test_dead_rows_hold_anything(fmt, dead):
     check(fmt, np.array([0, 40, 173]), 300, 64, 4, dead=dead)
 

@@ -98,7 +98,7 @@ def test_every_16_bit_input_through_the_tensor_scale(element, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("fmt", [*cases.MXFP8[::2], cases.NVFP4[0], *cases.FP8_BLOCK[::5]], ids=str)
+@pytest.mark.parametrize("fmt", [*cases.MXFP8[::2], *cases.MXFP4[::2], cases.NVFP4[0], *cases.FP8_BLOCK[::5]], ids=str)
 def test_every_16_bit_input_in_blocks(fmt, dtype):
     """Rows of neighbouring bit patterns: every block has a maximum of its own exponent."""
     pattern = torch.arange(65536, dtype=torch.int32).to(torch.int16).reshape(512, 128)
@@ -204,7 +204,7 @@ def test_every_nvfp4_scale_code_with_every_element_code(amax):
 def test_nan_marks_its_block_and_no_other():
     x = torch.ones(64, 64)
     x[5, 40] = float("nan")
-    for name, length in (("MXFP8", 32), ("NVFP4", 16)):
+    for name, length in (("MXFP8", 32), ("NVFP4", 16), ("MXFP4", 32)):
         for which in PLANES:
             lost = bs.quantize(x, make(Format(name)), columnwise=True).dequantize(plane=which).isnan()
             assert lost.sum() == length

@@ -11,6 +11,7 @@ from support import GEMM_BOUND, calc_diff, gemm64, normal, offsets_of, operand64
 
 import blockscale as bs
 
+M4 = bs.MXFP4
 MX, NV, FT, FB = bs.MXFP8, bs.NVFP4, bs.FP8Tensor, bs.FP8Block
 #: input, weight, gradient
 TRIPLES = {
@@ -18,6 +19,8 @@ TRIPLES = {
     "mxfp8": (MX(), MX(), MX()),
     "mxfp8_hybrid_square": (MX(), MX(block=(32, 32)), MX("e5m2")),
     "mxfp8_e5m2_floor": (MX("e5m2", scale_rounding="floor"), MX("e5m2", (32, 32), "floor"), MX(scale_rounding="floor")),
+    "mxfp4": (M4(), M4(), M4()),
+    "mxfp4_square_floor": (M4(scale_rounding="floor"), M4((32, 32)), M4()),
     "nvfp4": (NV(), NV(), NV()),
     "nvfp4_square_stochastic": (NV(), NV((16, 16)), NV(stochastic=True)),
     "nvfp4_hadamard": (NV(hadamard=True), NV((16, 16)), NV(hadamard=True, stochastic=True)),
@@ -40,7 +43,7 @@ SHAPES = [(70, 45), (33, 129), (130, 1), (96, 64)]
 def operand(x, offsets, fmt, layout="compact", seed=7):
     if fmt is None:
         return x
-    layout = layout if fmt.kind in ("mxfp8", "nvfp4") else "compact"
+    layout = layout if fmt.has_codes else "compact"
     return bs.quantize_grouped(x, offsets, fmt, columnwise=True, layout=layout, rng=torch.tensor([seed, 3]))
 
 

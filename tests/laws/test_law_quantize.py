@@ -14,6 +14,7 @@ import blockscale as bs
 FORMATS = (
     bs.MXFP8(),
     bs.MXFP8("e5m2", (32, 32), "floor"),
+    bs.MXFP4(),
     bs.NVFP4(),
     bs.NVFP4((16, 16)),
     bs.NVFP4(hadamard=True, stochastic=True),
@@ -26,7 +27,7 @@ RNG = torch.tensor([77, 5])
 
 
 def layouts(fmt):
-    return ("compact", "swizzled") if fmt.kind in ("mxfp8", "nvfp4") else ("compact",)
+    return ("compact", "swizzled") if fmt.has_codes else ("compact",)
 
 
 def quantize(x, offsets, fmt, layout="compact"):

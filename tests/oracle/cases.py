@@ -23,6 +23,7 @@ MXFP8 = _product(
     scale_rounding=("up", "floor"),
     nan=("propagate", "ignore"),
 )
+MXFP4 = _product("MXFP4", block=((1, 32), (32, 32)), scale_rounding=("up", "floor"), nan=("propagate", "ignore"))
 NVFP4 = [
     *_product("NVFP4", block=((1, 16), (16, 16)), nan=("propagate", "ignore")),
     *_product("NVFP4", hadamard=(True,), stochastic=(False, True), nan=("propagate", "ignore")),
@@ -36,13 +37,15 @@ FP8_BLOCK = _product(
     power_of_two=(True, False),
     eps=(0.0, 1e-3),
 )
-EVERY = [*MXFP8, *NVFP4, *FP8_TENSOR, *FP8_BLOCK]
+EVERY = [*MXFP8, *MXFP4, *NVFP4, *FP8_TENSOR, *FP8_BLOCK]
 FEW = [
     Format("MXFP8"),
     Format("MXFP8", {"element": "e5m2", "block": (32, 32), "scale_rounding": "floor"}),
     Format("NVFP4"),
     Format("NVFP4", {"block": (16, 16)}),
     Format("NVFP4", {"hadamard": True, "stochastic": True}),
+    Format("MXFP4"),
+    Format("MXFP4", {"block": (32, 32), "scale_rounding": "floor"}),
     Format("FP8Tensor"),
     Format("FP8Tensor", {"element": "e5m2", "power_of_two": True}),
     Format("FP8Block"),

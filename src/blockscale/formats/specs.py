@@ -21,10 +21,22 @@ class Format:
 
     kind: ClassVar[str]
     _spec: ClassVar[str]
+    #: type of the block scales: "e8m0" and "e4m3" are codes with layouts, "float32" is not
+    scale_type: ClassVar[str] = "float32"
     #: whether planes carry a global amax
     has_amax: ClassVar[bool] = False
     #: whether the columnwise plane is stored transposed, (K, M)
     transposed: ClassVar[bool] = False
+
+    @property
+    def packed(self) -> bool:
+        """Whether two elements share a byte (E2M1); a row is then stored in whole blocks."""
+        return self.element_name == "e2m1"
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether block scales are one-byte codes, which have layouts."""
+        return self.scale_type != "float32"
 
     @property
     def is_2d(self) -> bool:
@@ -83,10 +95,39 @@ class MXFP8(Format):
     scale_rounding: str = "up"
     nan: str = "propagate"
     kind: ClassVar[str] = "mxfp8"
+    scale_type: ClassVar[str] = "e8m0"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check("element", self.element, ("e4m3", "e5m2"))
+        _check("block", self.block, ((1, 32), (32, 32)))
+        _check("scale_rounding", self.scale_rounding, ("up", "floor"))
+        _check("nan", self.nan, ("propagate", "ignore"))
+
+
+@dataclass(frozen=True)
+class MXFP4(Format):
+    """Microscaling FP4: E2M1 elements, one E8M0 scale per 32 along the contraction.
+
+    Two elements share a byte, so, unlike MXFP8's, the columnwise plane is stored transposed: its pairs lie along the
+    contraction too. Rows are stored in whole blocks, 16 * ceil(K / 32) bytes; absent elements are code 0.
+
+    Args:
+        block: (1, 32), or (32, 32) for weights whose two planes must hold the same values.
+        scale_rounding: "up" (smallest power of two that does not saturate) or "floor" (OCP MX v1.0).
+        nan: "propagate" (a NaN gives its block the scale 0xFF) or "ignore" (dropped from the maximum, stored as 6).
+    """
+
+    block: tuple[int, int] = (1, 32)
+    scale_rounding: str = "up"
+    nan: str = "propagate"
+    kind: ClassVar[str] = "mxfp4"
+    element: ClassVar[str] = "e2m1"
+    scale_type: ClassVar[str] = "e8m0"
+    transposed: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         _check("block", self.block, ((1, 32), (32, 32)))
         _check("scale_rounding", self.scale_rounding, ("up", "floor"))
         _check("nan", self.nan, ("propagate", "ignore"))
@@ -108,6 +149,7 @@ class NVFP4(Format):
     stochastic: bool = False
     nan: str = "propagate"
     kind: ClassVar[str] = "nvfp4"
+    scale_type: ClassVar[str] = "e4m3"
     element: ClassVar[str] = "e2m1"
     has_amax: ClassVar[bool] = True
     transposed: ClassVar[bool] = True
@@ -175,7 +217,7 @@ def _check_fp8(element: str, power_of_two: bool, eps: float) -> None:
         raise ValueError(f"eps={eps!r} is not legal; it must be finite and >= 0")
 
 
-_KINDS: dict[str, type[Format]] = {cls.kind: cls for cls in (MXFP8, NVFP4, FP8Tensor, FP8Block)}
+_KINDS: dict[str, type[Format]] = {cls.kind: cls for cls in (MXFP8, MXFP4, NVFP4, FP8Tensor, FP8Block)}
 
 
 @lru_cache(maxsize=256)

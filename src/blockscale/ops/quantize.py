@@ -8,14 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockscale.formats import MXFP8, NVFP4, Format, parse
+from blockscale.formats import Format, parse
 from blockscale.layouts import LAYOUTS
 from blockscale.ops import checks, registry
 from blockscale.reference import quantize as reference
 from blockscale.tensors import BlockScaledTensor, GroupedTensor, planes_from_list
 from blockscale.tensors.shapes import grouped_plane_shapes, plane_shapes
-
-TILED_FORMATS = (MXFP8, NVFP4)
 
 
 def rng_from(generator: torch.Generator | None, device: torch.device) -> Tensor:
@@ -131,7 +129,7 @@ def check_options(fmt: object, rowwise: bool, columnwise: bool, layout: str, leg
         raise TypeError(f"fmt is {type(fmt).__name__}; a format such as MXFP8() is needed")
     if not (rowwise or columnwise):
         raise ValueError("rowwise=False and columnwise=False: at least one plane must be asked for")
-    if not isinstance(fmt, TILED_FORMATS):
+    if not fmt.has_codes:
         legal = tuple(name for name in legal if "swizzled" not in name)
     if layout not in legal:
         raise ValueError(f"layout={layout!r} is not legal for {fmt.kind} here; legal: {', '.join(map(repr, legal))}")
@@ -236,7 +234,7 @@ def _quantize_grouped_out(
 
 
 def _fake_planes(x: Tensor, fmt: Format, shapes: list[tuple[tuple[int, ...], tuple[int, ...]]], G: int) -> list[Tensor]:
-    scale_dtype = torch.uint8 if isinstance(fmt, TILED_FORMATS) else torch.float32
+    scale_dtype = torch.uint8 if fmt.has_codes else torch.float32
     result: list[Tensor] = []
     for data, scale in shapes:
         result.append(x.new_empty(data, dtype=torch.uint8))

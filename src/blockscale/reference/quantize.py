@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from blockscale.formats import MXFP8, NVFP4, Format, FP8Block, FP8Tensor
+from blockscale.formats import MXFP4, MXFP8, NVFP4, Format, FP8Block, FP8Tensor
 from blockscale.layouts import PLANES, TileMap
-from blockscale.reference import fp8, mxfp8, nvfp4
+from blockscale.reference import fp8, mxfp4, mxfp8, nvfp4
 from blockscale.reference.planes import Planes
 from blockscale.tensors.arrange import Logical, place_grouped, place_plain
 
@@ -27,6 +27,8 @@ def quantize_frame(
         amax = amax.reshape(-1, tiles.num_groups).expand(2, tiles.num_groups)
     if isinstance(fmt, MXFP8):
         return mxfp8.quantize_planes(frame_PK, fmt, rowwise, columnwise)
+    if isinstance(fmt, MXFP4):
+        return mxfp4.quantize_planes(frame_PK, tiles, fmt, rowwise, columnwise)
     if isinstance(fmt, NVFP4):
         return nvfp4.quantize_planes(frame_PK, tiles, fmt, rowwise, columnwise, amax, rng)
     if isinstance(fmt, FP8Tensor):

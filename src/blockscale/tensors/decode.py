@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockscale.formats import MXFP8, NVFP4, Format, FP8Block, FP8Tensor, decode, e8m0_decode, unpack_e2m1
+from blockscale.formats import NVFP4, Format, FP8Block, FP8Tensor, decode, e8m0_decode, unpack_e2m1
 from blockscale.formats.scales import nvfp4_decode_scale
 from blockscale.layouts import TILE, TileMap
 from blockscale.tensors.arrange import Logical
@@ -16,15 +16,15 @@ from blockscale.tensors.arrange import Logical
 
 def element_values(plane: Logical, fmt: Format) -> Tensor:
     """float32 element values, no scale applied: rowwise (P, K'), columnwise (P, K) or transposed (T, K, 128)."""
-    codes = unpack_e2m1(plane.data) if isinstance(fmt, NVFP4) else plane.data
+    codes = unpack_e2m1(plane.data) if fmt.packed else plane.data
     return decode(codes.contiguous(), fmt.element_name)
 
 
 def block_scales(plane: Logical, fmt: Format) -> Tensor:
     """float32 block scales in the shape of ``plane.scale`` (FP8 per tensor: not called)."""
-    if isinstance(fmt, MXFP8):
+    if fmt.scale_type == "e8m0":
         return e8m0_decode(plane.scale)
-    return decode(plane.scale.contiguous(), "e4m3") if isinstance(fmt, NVFP4) else plane.scale
+    return decode(plane.scale.contiguous(), "e4m3") if fmt.scale_type == "e4m3" else plane.scale
 
 
 def global_scale(plane: Logical, fmt: Format) -> Tensor | None:
@@ -56,7 +56,7 @@ def values(plane: Logical, fmt: Format, which: str, tiles: TileMap, K: int, *, w
         if per_tile is not None:
             s = s * per_tile.repeat_interleave(s.shape[0] // T).view(-1, *(1,) * (s.dim() - 1))
         x = _times_blocks(q, s, fmt, which, T, K)
-    if isinstance(fmt, NVFP4) and which == "columnwise" and not fmt.hadamard:
+    if fmt.packed and which == "columnwise" and not getattr(fmt, "hadamard", False):
         # elsewhere absent elements are zero already (a partial transform block is wholly data)
         x = x.masked_fill((tiles.source < 0)[:, None], 0)
     return x.contiguous()
@@ -68,7 +68,7 @@ def _times_blocks(q: Tensor, s: Tensor, fmt: Format, which: str, T: int, K: int)
         if isinstance(fmt, FP8Block) and fmt.is_2d:
             s = s.repeat_interleave(TILE, 0)
         return q[:, :K] * s.repeat_interleave(v, 1)[:, :K]
-    if isinstance(fmt, MXFP8):
+    if not fmt.transposed:
         return q * s.repeat_interleave(v, 0)
     if isinstance(fmt, FP8Block):
         if fmt.is_2d:
