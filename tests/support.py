@@ -203,8 +203,17 @@ def _decode(q: bs.GroupedTensor, which: str, g: int, s: Span) -> Tensor:
             scale = scale.repeat_interleave(128, 0)[: x.shape[0]]
         x = x * scale.repeat_interleave(fmt.block[1], 1)[:, :length]
     if isinstance(fmt, bs.NVFP4):
-        x = x * (float(plane.amax[g]) / 2688 if plane.amax[g] else 1.0)
+        x = x * _global(q, which, g, s)
     return x if which == "rowwise" else x.mT
+
+
+def _global(q: bs.GroupedTensor, which: str, g: int, s: Span) -> Tensor | float:
+    """amax / 2688 of a group, or of each row of its stored plane (rows, 1)."""
+    amax = q.planes[which].amax
+    if q.format.row_scaled:
+        amax = amax[s.start : s.start + s.rows] if which == "rowwise" else amax[g]
+        return torch.where(amax == 0, 2688.0, amax.double())[:, None] / 2688
+    return float(amax[g]) / 2688 if amax[g] else 1.0
 
 
 def operand_list(x: bs.GroupedTensor | Tensor, which: str, offsets: Tensor) -> list[Tensor]:

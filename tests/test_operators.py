@@ -11,7 +11,7 @@ import blockscale as bs
 
 OPS = torch.ops.blockscale
 SIZES = {"many": [5, 0, 33], "no_rows": [0, 0, 0], "no_groups": []}
-M4 = bs.MXFP4()
+M4, NR = bs.MXFP4(), bs.NVFP4(row_scaled=True)
 MX, NV, FT, FB = bs.MXFP8(), bs.NVFP4(hadamard=True, stochastic=True), bs.FP8Tensor("e5m2"), bs.FP8Block()
 RNG = torch.tensor([3, 1])
 FEW = [RECIPES[name] for name in ("bf16", "mxfp8_hybrid", "nvfp4", "fp8_current", "fp8_block")]
@@ -43,7 +43,7 @@ class Setting:
 
 
 def quantize(s):
-    for fmt, layout in ((MX, "swizzled_8x4"), (M4, "compact"), (NV, "swizzled"), (FT, "compact"), (FB, "linear")):
+    for fmt, layout in ((MX, "swizzled_8x4"), (M4, "compact"), (NR, "linear"), (NV, "swizzled"), (FT, "compact"), (FB, "linear")):
         amax = torch.ones(2, 1) if fmt is NV else None
         yield s.x, fmt.spec(), True, True, layout, amax, RNG if fmt is NV else None
 
@@ -57,6 +57,7 @@ def quantize_grouped(s):
     for fmt, layout in (
         (MX, "swizzled"),
         (M4, "swizzled"),
+        (NR, "swizzled"),
         (NV, "compact"),
         (FT, "compact"),
         (bs.FP8Block(block=(128, 128)), "compact"),
@@ -71,7 +72,15 @@ def quantize_grouped_out(s):
 
 def grouped_gemm(s):
     n, k = 16, 20
-    for fmt, layout in ((None, ""), (MX, "swizzled"), (M4, "compact"), (NV, "compact"), (FT, "compact"), (FB, "compact")):
+    for fmt, layout in (
+        (None, ""),
+        (MX, "swizzled"),
+        (M4, "compact"),
+        (NR, "compact"),
+        (NV, "compact"),
+        (FT, "compact"),
+        (FB, "compact"),
+    ):
         a, b = s.packed(s.x, fmt, "rowwise", s.offsets, layout), s.packed(s.w1, fmt, "rowwise", None, layout)
         yield *a, *b, s.offsets, "forward", s.rows, n, k, s.b1, s.probs, torch.bfloat16
         a, b = s.packed(s.h, fmt, "rowwise", s.offsets, layout), s.packed(s.w1, fmt, "columnwise", None, layout)
@@ -79,7 +88,15 @@ def grouped_gemm(s):
 
 
 def grouped_gemm_wgrad_out(s):
-    for fmt, layout in ((None, ""), (MX, "swizzled"), (M4, "compact"), (NV, "compact"), (FT, "compact"), (FB, "compact")):
+    for fmt, layout in (
+        (None, ""),
+        (MX, "swizzled"),
+        (M4, "compact"),
+        (NR, "compact"),
+        (NV, "compact"),
+        (FT, "compact"),
+        (FB, "compact"),
+    ):
         a, b = s.packed(s.h, fmt, "columnwise", s.offsets, layout), s.packed(s.x, fmt, "columnwise", s.offsets, layout)
         yield *a, *b, s.offsets, s.rows, 16, 20, torch.ones(s.G, 16, 20), fmt is not MX
 

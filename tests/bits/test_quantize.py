@@ -120,6 +120,35 @@ def test_given_amax(fmt, amax):
     compare(x, exact, fmt, rng=(5, 6) if fmt.option("stochastic", False) else None, amax=amax)
 
 
+@pytest.mark.parametrize("which", PLANES)
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_given_amax_of_rows(which, hadamard):
+    """A row-scaled format takes the amax of one plane, one entry a row of the stored plane."""
+    x, exact = inputs.tensor("wide", 50, 49, 9)
+    amax = np.array([0.0, 1e-44, 3e38, np.inf, 2688.0] * 10, dtype=F32)[: 50 if which == "rowwise" else 49]
+    fmt = Format("NVFP4", {"row_scaled": True, "hadamard": hadamard})
+    got = bs.quantize(
+        x, make(fmt), rowwise=which == "rowwise", columnwise=which == "columnwise", layout="linear", amax=torch.from_numpy(amax)
+    )
+    want = formats.quantize(exact, fmt, amax=tuple(amax if name == which else None for name in PLANES))[which]
+    for part in ("data", "scale", "amax"):
+        assert_same(getattr(got.planes[which], part), getattr(want, part), part)
+    assert want.data.any()
+
+
+def test_rows_of_one_scale_are_the_tensor_scaled_format():
+    """Rows with the same maximum: row-scaled and tensor-scaled planes agree; a small row beside a large one does not."""
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).clamp(-3, 3)
+    x[:, 5] = 3.0
+    rows, whole = (bs.quantize(x, bs.NVFP4(row_scaled=flag)).rowwise for flag in (True, False))
+    assert torch.equal(rows.data, whole.data)
+    assert torch.equal(rows.scale, whole.scale)
+    x[7] *= 2.0**-20
+    rows, whole = (bs.quantize(x, bs.NVFP4(row_scaled=flag)).dequantize()[7] for flag in (True, False))
+    assert (rows - x[7]).norm() < 0.2 * x[7].norm()
+    assert not whole.any()
+
+
 @pytest.mark.parametrize("fmt", [Format("FP8Tensor"), Format("NVFP4")], ids=str)
 def test_one_given_amax_serves_both_planes(fmt):
     x, exact = inputs.tensor("normal", 20, 33, 9)

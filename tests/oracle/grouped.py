@@ -118,6 +118,18 @@ def _float_scales(groups: list[Plane], fmt: Format, which: str, e: Extents) -> n
     return buffer
 
 
+def _amax(groups: list[Plane], fmt: Format, which: str, e: Extents) -> np.ndarray:
+    """float32 [G]; row-scaled [capacity] rowwise (dead rows 0), [G, K] columnwise."""
+    if not fmt.option("row_scaled", False):
+        return np.array([plane.amax[0] for plane in groups], dtype=np.float32)
+    if which == "columnwise":
+        return np.array([plane.amax for plane in groups], dtype=np.float32).reshape(e.G, e.K)
+    buffer = np.zeros(e.capacity, dtype=np.float32)
+    for g, plane in enumerate(groups):
+        buffer[e.offsets[g] : e.offsets[g + 1]] = plane.amax
+    return buffer
+
+
 def quantize(
     x: np.ndarray, offsets: np.ndarray, fmt: Format, layout: str = "compact", amax=None, rng=None
 ) -> dict[str, GroupedPlane]:
@@ -128,7 +140,7 @@ def quantize(
     for which in PLANES:
         planes = [group[which] for group in groups]
         scale = _codes(planes, fmt, which, layout, e) if fmt.has_codes else _float_scales(planes, fmt, which, e)
-        held = np.array([plane.amax[0] for plane in planes], dtype=np.float32) if fmt.has_amax else None
+        held = _amax(planes, fmt, which, e) if fmt.has_amax else None
         result[which] = GroupedPlane(_data(planes, fmt, which, e), scale, held)
     return result
 

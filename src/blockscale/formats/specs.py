@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import ClassVar
 
@@ -21,6 +21,8 @@ class Format:
 
     kind: ClassVar[str]
     _spec: ClassVar[str]
+    #: options that came later: they stand in the text only when they differ from the default, so that old texts stay the same
+    _later: ClassVar[tuple[str, ...]] = ()
     #: type of the block scales: "e8m0" and "e4m3" are codes with layouts, "float32" is not
     scale_type: ClassVar[str] = "float32"
     #: whether planes carry a global amax
@@ -37,6 +39,11 @@ class Format:
     def has_codes(self) -> bool:
         """Whether block scales are one-byte codes, which have layouts."""
         return self.scale_type != "float32"
+
+    @property
+    def scales_rows(self) -> bool:
+        """Whether each row of the stored plane has a global scale of its own."""
+        return bool(getattr(self, "row_scaled", False))
 
     @property
     def is_2d(self) -> bool:
@@ -73,9 +80,10 @@ class Format:
     def __post_init__(self) -> None:
         """Make the text once: torch.compile would take the numbers of a second format for symbolic sizes as it traced this."""
         parts = [self.kind]
-        for name, value in asdict(self).items():
-            text = "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            parts.append(f"{name}={text}")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name not in self._later or value != f.default:
+                parts.append(f"{f.name}={'x'.join(map(str, value)) if isinstance(value, tuple) else value}")
         object.__setattr__(self, "_spec", ":".join(parts))
 
 
@@ -142,13 +150,17 @@ class NVFP4(Format):
         hadamard: 16-point random Hadamard transform along M before the columnwise quantization.
         stochastic: stochastic rounding of the elements (gradients); needs ``rng`` or ``generator`` when quantizing.
         nan: "propagate" or "ignore" (a NaN becomes +6, its block keeps its scale).
+        row_scaled: one float32 scale for each row of the stored plane instead: rowwise amax (M,), columnwise (K,);
+            grouped (capacity,) and (G, K). 1x16 blocks only.
     """
 
     block: tuple[int, int] = (1, 16)
     hadamard: bool = False
     stochastic: bool = False
     nan: str = "propagate"
+    row_scaled: bool = False
     kind: ClassVar[str] = "nvfp4"
+    _later: ClassVar[tuple[str, ...]] = ("row_scaled",)
     scale_type: ClassVar[str] = "e4m3"
     element: ClassVar[str] = "e2m1"
     has_amax: ClassVar[bool] = True
@@ -162,6 +174,9 @@ class NVFP4(Format):
         _check("nan", self.nan, ("propagate", "ignore"))
         if self.hadamard and self.is_2d:
             raise ValueError("hadamard=True is not legal with block=(16, 16): the two planes would not agree")
+        _check("row_scaled", self.row_scaled, (False, True))
+        if self.row_scaled and self.is_2d:
+            raise ValueError("row_scaled=True is not legal with block=(16, 16): the rows of a block would need scales of their own")
 
 
 @dataclass(frozen=True)

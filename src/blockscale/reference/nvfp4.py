@@ -14,7 +14,7 @@ from blockscale.formats import NVFP4, decode, encode, pack_e2m1
 from blockscale.formats.scales import FLT_MAX, divide, nvfp4_encode_scale, reciprocal_f32
 from blockscale.layouts import TILE, TileMap, ceil_div
 from blockscale.reference.philox import philox
-from blockscale.reference.planes import Planes, block_amax, group_amax, of_tile
+from blockscale.reference.planes import Planes, block_amax, column_amax, group_amax, of_tile
 from blockscale.tensors.arrange import Logical
 
 BLOCK = 16
@@ -93,17 +93,22 @@ def quantize_planes(
     amax: Tensor | None,
     rng: Tensor | None,
 ) -> Planes:
-    """Both planes of a float32 frame (P, K); ``amax`` float32 (2, G) when given, ``rng`` int64[2] when stochastic."""
+    """Both planes of a float32 frame (P, K).
+
+    Args:
+        amax: float32 (2, G) when given; row-scaled, with one plane asked: (P,) rowwise, (G, K) columnwise.
+        rng: int64[2] when stochastic.
+    """
     T, (P, K) = tiles.num_tiles, frame_PK.shape
     x_PBv = F.pad(frame_PK, (0, -K % BLOCK)).view(P, ceil_div(K, BLOCK), BLOCK)
     square = block_amax(x_PBv.abs(), fmt.nan).view(P // BLOCK, BLOCK, x_PBv.shape[1]).mT if fmt.is_2d else None
     square = None if square is None else block_amax(square, fmt.nan)
     row, column = None, None
     if rowwise:
-        row = _rows(x_PBv, tiles, fmt, K, square, None if amax is None else amax[0], rng)
+        row = _rows(x_PBv, tiles, fmt, K, square, amax if amax is None or fmt.row_scaled else amax[0], rng)
     if columnwise:
         x_TKBv = frame_PK.view(T, TILE, K).mT.reshape(T, K, TILE // BLOCK, BLOCK)
-        column = _columns(x_TKBv, tiles, fmt, square, None if amax is None else amax[1], rng)
+        column = _columns(x_TKBv, tiles, fmt, square, amax if amax is None or fmt.row_scaled else amax[1], rng)
     return row, column
 
 
@@ -111,8 +116,9 @@ def _rows(
     x_PBv: Tensor, tiles: TileMap, fmt: NVFP4, K: int, square: Tensor | None, amax: Tensor | None, rng: Tensor | None
 ) -> Logical:
     P, B, _ = x_PBv.shape
-    amax = group_amax(x_PBv, tiles) if amax is None else amax
-    amax_P1 = of_tile(amax, tiles).repeat_interleave(TILE)[:, None]
+    if amax is None:
+        amax = block_amax(x_PBv.abs().flatten(1), "ignore") if fmt.row_scaled else group_amax(x_PBv, tiles)
+    amax_P1 = (amax if fmt.row_scaled else of_tile(amax, tiles).repeat_interleave(TILE))[:, None]
     scale, bits = None, None
     if square is not None:
         scale = block_scale(square.repeat_interleave(BLOCK, 0), nvfp4_encode_scale(amax_P1))
@@ -132,16 +138,18 @@ def _columns(x_TKBv: Tensor, tiles: TileMap, fmt: NVFP4, square: Tensor | None, 
     if fmt.hadamard:  # all outputs of a block with a live row are kept
         present = present.any(-1, keepdim=True)
         x_TKBv = hadamard(x_TKBv)
-    amax = group_amax(x_TKBv, tiles) if amax is None else amax
-    amax_T11 = of_tile(amax, tiles)[:, None, None]
+    if amax is None:
+        amax = column_amax(x_TKBv, tiles) if fmt.row_scaled else group_amax(x_TKBv, tiles)
+    per_column = amax if fmt.row_scaled else amax[:, None]
+    amax_TK1 = F.pad(per_column, (0, 0, 0, 1))[tiles.group][..., None]
     scale, bits = None, None
     if square is not None:
         square_TKB = square.view(T, B, square.shape[1]).mT.repeat_interleave(BLOCK, 1)[:, :K]
-        scale = block_scale(square_TKB, nvfp4_encode_scale(amax_T11))
+        scale = block_scale(square_TKB, nvfp4_encode_scale(amax_TK1))
     if fmt.stochastic:
         assert rng is not None
         local_T1B = (tiles.local[:, None] * B + torch.arange(B, device=rng.device))[:, None]
         column_K1 = torch.arange(K, device=rng.device)[:, None]
         bits = random_bits(rng, local_T1B, column_K1, tiles.group[:, None, None], plane=1)
-    codes, scale = quantize_rows(x_TKBv, amax_T11, fmt.nan, scale, bits)
+    codes, scale = quantize_rows(x_TKBv, amax_TK1, fmt.nan, scale, bits)
     return Logical(pack_e2m1(codes.masked_fill_(~present, 0).view(T, K, TILE)), scale, amax)

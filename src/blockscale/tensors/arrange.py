@@ -23,7 +23,7 @@ class Logical:
     Columnwise MXFP8: data (P, K), scale (P/32, K).
     Columnwise of the transposed formats: data (T, K, bytes of 128 rows), scale (T, K, B); FP8 1x128 blocks (T, K).
     128x128 blocks: scale (T, ceil(K/128)) in both planes. FP8 per tensor: scale float32 (G,).
-    ``amax`` is float32 (G,) where the format has one.
+    ``amax`` is float32 (G,) where the format has one; row-scaled (P,) rowwise, (G, K) columnwise.
     """
 
     data: Tensor
@@ -75,6 +75,18 @@ def restore_plain(data: Tensor, scale: Tensor, fmt: Format, which: str, layout: 
     if fmt.has_codes:
         scale = _split_columns(scale, K, tiles, TILE // fmt.block_length)
     return Logical(data, scale)
+
+
+def place_amax(amax: Tensor | None, fmt: Format, which: str, tiles: TileMap) -> Tensor | None:
+    """The amax of a plane as a grouped tensor keeps it: row-scaled rowwise (capacity,), dead rows zero."""
+    return tiles.to_rows(amax) if amax is not None and fmt.scales_rows and which == "rowwise" else amax
+
+
+def restore_amax(amax: Tensor | None, fmt: Format, which: str, tiles: TileMap, K: int) -> Tensor | None:
+    """Inverse of :func:`place_amax`; also of a plain tensor's, whose columnwise one is (K,)."""
+    if amax is None or not fmt.scales_rows:
+        return amax
+    return tiles.to_frame(amax) if which == "rowwise" else amax.reshape(tiles.num_groups, K)
 
 
 def linear_shape(fmt: Format, which: str, shape: tuple[int, int]) -> tuple[int, int]:

@@ -28,7 +28,10 @@ def block_scales(plane: Logical, fmt: Format) -> Tensor:
 
 
 def global_scale(plane: Logical, fmt: Format) -> Tensor | None:
-    """float32 (G,): what remains to multiply after the block scales; None for formats without one."""
+    """float32: what remains to multiply after the block scales; None for formats without one.
+
+    (G,); row-scaled: (P,) of a rowwise plane, (G, K) of a columnwise one.
+    """
     if isinstance(fmt, NVFP4):
         assert plane.amax is not None
         return nvfp4_decode_scale(plane.amax)
@@ -43,23 +46,32 @@ def values(plane: Logical, fmt: Format, which: str, tiles: TileMap, K: int, *, w
             result is the operand of a matrix product, whose accumulator is multiplied by alpha afterwards.
     """
     q = element_values(plane, fmt)
-    total = global_scale(plane, fmt)
-    per_tile = None if total is None or not with_global else F.pad(total, (0, 1))[tiles.group]
     T, P = tiles.num_tiles, tiles.num_tiles * TILE
     if T == 0:
         return q.new_zeros((0, K))
     if isinstance(fmt, FP8Tensor):
         x = q if which == "rowwise" else q.mT.reshape(P, K)
-        x = x if per_tile is None else x * per_tile.repeat_interleave(TILE)[:, None]
+        if with_global:
+            x = x * F.pad(plane.scale, (0, 1))[tiles.group].repeat_interleave(TILE)[:, None]
     else:
         s = block_scales(plane, fmt)
-        if per_tile is not None:
-            s = s * per_tile.repeat_interleave(s.shape[0] // T).view(-1, *(1,) * (s.dim() - 1))
+        if with_global and (total := global_scale(plane, fmt)) is not None:
+            s = s * _of_blocks(total, fmt, which, tiles, s)
         x = _times_blocks(q, s, fmt, which, T, K)
     if fmt.packed and which == "columnwise" and not getattr(fmt, "hadamard", False):
         # elsewhere absent elements are zero already (a partial transform block is wholly data)
         x = x.masked_fill((tiles.source < 0)[:, None], 0)
     return x.contiguous()
+
+
+def _of_blocks(total: Tensor, fmt: Format, which: str, tiles: TileMap, s: Tensor) -> Tensor:
+    """The global scale of each block, so that it broadcasts to the block scales ``s``."""
+    if fmt.scales_rows and which == "rowwise":
+        return total[:, None]
+    if fmt.scales_rows:
+        return F.pad(total, (0, 0, 0, 1))[tiles.group][..., None]
+    per_tile = F.pad(total, (0, 1))[tiles.group]
+    return per_tile.repeat_interleave(s.shape[0] // tiles.num_tiles).view(-1, *(1,) * (s.dim() - 1))
 
 
 def _times_blocks(q: Tensor, s: Tensor, fmt: Format, which: str, T: int, K: int) -> Tensor:

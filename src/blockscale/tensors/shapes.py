@@ -28,6 +28,15 @@ def plane_shapes(fmt: Format, M: int, K: int, which: str, layout: str) -> tuple[
     return data, (i * j,)
 
 
+def amax_shape(fmt: Format, which: str, rows: int, K: int, G: int | None) -> tuple[int, ...]:
+    """Shape of a plane's amax ((0,) for a format without one); ``G`` is None for a plain tensor."""
+    if not fmt.has_amax:
+        return (0,)
+    if not fmt.scales_rows:
+        return (1 if G is None else G,)
+    return (rows,) if which == "rowwise" else (K,) if G is None else (G, K)
+
+
 def grouped_plane_shapes(
     fmt: Format, capacity: int, K: int, G: int, which: str, layout: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
