@@ -208,12 +208,12 @@ def _decode(q: bs.GroupedTensor, which: str, g: int, s: Span) -> Tensor:
 
 
 def _global(q: bs.GroupedTensor, which: str, g: int, s: Span) -> Tensor | float:
-    """amax / 2688 of a group, or of each row of its stored plane (rows, 1)."""
+    """amax / 6E of a group, or of each row of its stored plane (rows, 1)."""
     amax = q.planes[which].amax
     if q.format.row_scaled:
         amax = amax[s.start : s.start + s.rows] if which == "rowwise" else amax[g]
-        return torch.where(amax == 0, 2688.0, amax.double())[:, None] / 2688
-    return float(amax[g]) / 2688 if amax[g] else 1.0
+        return torch.where(amax == 0, q.format.range, amax.double())[:, None] / q.format.range
+    return float(amax[g]) / q.format.range if amax[g] else 1.0
 
 
 def operand_list(x: bs.GroupedTensor | Tensor, which: str, offsets: Tensor) -> list[Tensor]:

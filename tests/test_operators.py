@@ -11,7 +11,7 @@ import blockscale as bs
 
 OPS = torch.ops.blockscale
 SIZES = {"many": [5, 0, 33], "no_rows": [0, 0, 0], "no_groups": []}
-M4, NR = bs.MXFP4(), bs.NVFP4(row_scaled=True)
+M4, NR = bs.MXFP4(), bs.NVFP4(row_scaled=True, four_over_six="mse")
 MX, NV, FT, FB = bs.MXFP8(), bs.NVFP4(hadamard=True, stochastic=True), bs.FP8Tensor("e5m2"), bs.FP8Block()
 RNG = torch.tensor([3, 1])
 FEW = [RECIPES[name] for name in ("bf16", "mxfp8_hybrid", "nvfp4", "fp8_current", "fp8_block")]

@@ -21,6 +21,7 @@ FORMATS = (
     bs.NVFP4(),
     bs.NVFP4((16, 16)),
     bs.NVFP4(row_scaled=True),
+    bs.NVFP4((16, 16), four_over_six="mae", scale_max=256),
     bs.NVFP4(hadamard=True, stochastic=True),
     bs.FP8Tensor("e5m2", power_of_two=True, eps=0.25),
     bs.FP8Block(),

@@ -26,6 +26,7 @@ TRIPLES = {
     "nvfp4_hadamard": (NV(hadamard=True), NV((16, 16)), NV(hadamard=True, stochastic=True)),
     "nvfp4_rows": (NV(row_scaled=True), NV(row_scaled=True), NV(row_scaled=True)),
     "nvfp4_rows_by_square": (NV(row_scaled=True, hadamard=True), NV((16, 16)), NV(hadamard=True, row_scaled=True, stochastic=True)),
+    "nvfp4_four_over_six": (NV(four_over_six="mse"), NV((16, 16), four_over_six="mae", scale_max=256), NV()),
     "fp8tensor": (FT(), FT(), FT("e5m2")),
     "fp8tensor_pow2": (FT(power_of_two=True), FT("e5m2"), FT()),
     "fp8block": (FB(), FB(block=(128, 128)), FB()),

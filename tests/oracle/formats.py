@@ -77,7 +77,7 @@ def dequantize(plane: Plane, fmt: Format, which: str, shape: tuple[int, int]) ->
     if fmt.name == "MXFP4":
         return mxfp4.dequantize(plane, which, shape)
     if fmt.name == "NVFP4":
-        return nvfp4.dequantize(plane, which, shape)
+        return nvfp4.dequantize(plane, which, shape, fmt.option("scale_max", 448))
     if fmt.name == "FP8Tensor":
         return fp8.dequantize_tensor(plane, which, shape, **element)
     return fp8.dequantize_block(plane, which, shape, **element, block=fmt.option("block", (1, 128)))

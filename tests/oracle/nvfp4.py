@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from . import codes, philox
+from . import codes, four_six, philox
 from .blocks import Plane, amax, ceil_div, over_blocks, over_tiles, row_blocks, tiles
 
 F32 = np.float32
@@ -10,11 +10,11 @@ V = 16
 SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], dtype=F32)
 
 
-def global_scales(tensor_amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def global_scales(tensor_amax: np.ndarray, largest: float = 2688) -> tuple[np.ndarray, np.ndarray]:
     """(S_enc, S_dec) of amax values, one a tensor or (row-scaled) one a row."""
     tensor_amax = np.asarray(tensor_amax, dtype=F32)
     with np.errstate(all="ignore"):
-        encode = np.minimum(F32(2688) / tensor_amax, codes.FLT_MAX)
+        encode = np.minimum(F32(largest) / tensor_amax, codes.FLT_MAX)
     encode = np.where((tensor_amax == 0) | (encode == 0), F32(1), encode).astype(F32)
     return encode, F32(1) / encode
 
@@ -81,6 +81,8 @@ def quantize(
     stochastic: bool = False,
     nan: str = "propagate",
     row_scaled: bool = False,
+    four_over_six: str | None = None,
+    scale_max: int = 448,
     amax: tuple | None = None,
     rng: tuple[int, int] = (0, 0),
     group: int = 0,
@@ -91,6 +93,8 @@ def quantize(
     Row plane: data (M, 8*ceil(K/16)), scale (M, ceil(K/16)).
     Column plane: data (K, 8*ceil(M/16)), scale (K, ceil(M/16)).
     """
+    if four_over_six:
+        return four_six.quantize(x, block, four_over_six, scale_max, nan, row_scaled, amax)
     result = {}
     for number, name in enumerate(("rowwise", "columnwise")):
         stored = x if number == 0 else np.ascontiguousarray(x.T)
@@ -124,9 +128,9 @@ def _quantize_stored(stored, number, block, transform, stochastic, nan, row_scal
     return Plane(data, scale, kept)
 
 
-def dequantize(plane: Plane, which: str, shape: tuple[int, int]) -> np.ndarray:
+def dequantize(plane: Plane, which: str, shape: tuple[int, int], scale_max: int = 448) -> np.ndarray:
     """float32 (M, K); the column plane transposed back, the Hadamard transform not undone."""
-    _, decode = global_scales(plane.amax[:, None])
+    _, decode = global_scales(plane.amax[:, None], 6 * scale_max)
     width = shape[1] if which == "rowwise" else shape[0]
     with np.errstate(all="ignore"):
         factor = over_blocks(codes.decode(plane.scale, "e4m3") * decode, V, width)

@@ -152,6 +152,9 @@ class NVFP4(Format):
         nan: "propagate" or "ignore" (a NaN becomes +6, its block keeps its scale).
         row_scaled: one float32 scale for each row of the stored plane instead: rowwise amax (M,), columnwise (K,);
             grouped (capacity,) and (G, K). 1x16 blocks only.
+        four_over_six: "mae" or "mse": each block's maximum is mapped to 4 instead of 6 where the sum of the absolute or
+            squared errors is smaller. Not with hadamard or stochastic.
+        scale_max: E, 448 or (with four_over_six) 256: a block scale beyond which the global scale does not go.
     """
 
     block: tuple[int, int] = (1, 16)
@@ -159,8 +162,10 @@ class NVFP4(Format):
     stochastic: bool = False
     nan: str = "propagate"
     row_scaled: bool = False
+    four_over_six: str | None = None
+    scale_max: int = 448
     kind: ClassVar[str] = "nvfp4"
-    _later: ClassVar[tuple[str, ...]] = ("row_scaled",)
+    _later: ClassVar[tuple[str, ...]] = ("row_scaled", "four_over_six", "scale_max")
     scale_type: ClassVar[str] = "e4m3"
     element: ClassVar[str] = "e2m1"
     has_amax: ClassVar[bool] = True
@@ -177,6 +182,15 @@ class NVFP4(Format):
         _check("row_scaled", self.row_scaled, (False, True))
         if self.row_scaled and self.is_2d:
             raise ValueError("row_scaled=True is not legal with block=(16, 16): the rows of a block would need scales of their own")
+        _check("four_over_six", self.four_over_six, (None, "mae", "mse"))
+        _check("scale_max", self.scale_max, (448, 256) if self.four_over_six else (448,))
+        if self.four_over_six and (self.hadamard or self.stochastic):
+            raise ValueError(f"four_over_six={self.four_over_six!r} is not legal with hadamard or stochastic")
+
+    @property
+    def range(self) -> float:
+        """6E, what the global amax is mapped to."""
+        return 6.0 * self.scale_max
 
 
 @dataclass(frozen=True)
@@ -260,8 +274,10 @@ def _read(default: object, text: str, spec: str) -> object:
     try:
         if isinstance(default, bool):
             return {"True": True, "False": False}[text]
-        if isinstance(default, float):
-            return float(text)
+        if isinstance(default, (int, float)):
+            return type(default)(text)
+        if default is None:
+            return None if text == "None" else text
         if isinstance(default, tuple):
             return tuple(int(n) for n in text.split("x"))
     except (KeyError, ValueError):

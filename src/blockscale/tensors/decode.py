@@ -34,7 +34,7 @@ def global_scale(plane: Logical, fmt: Format) -> Tensor | None:
     """
     if isinstance(fmt, NVFP4):
         assert plane.amax is not None
-        return nvfp4_decode_scale(plane.amax)
+        return nvfp4_decode_scale(plane.amax, fmt.range)
     return plane.scale if isinstance(fmt, FP8Tensor) else None
 
 
