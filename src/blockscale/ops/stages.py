@@ -60,9 +60,7 @@ def forward_gemm(
     x: Operand, w: Operand, offsets: Tensor, dtype: torch.dtype, bias: Tensor | None, bias_scale: Tensor | None = None
 ) -> Tensor:
     """y = x W^T + bias * bias_scale, rounded once to ``dtype``."""
-    return backend.rows_by_weight(
-        x, w, offsets, x.shape[0], transpose=True, out_dtype=dtype, bias=bias, bias_scale=bias_scale
-    )
+    return backend.rows_by_weight(x, w, offsets, x.shape[0], transpose=True, out_dtype=dtype, bias=bias, bias_scale=bias_scale)
 
 
 def dgrad_gemm(dy: Operand, w: Operand, offsets: Tensor, dtype: torch.dtype) -> Tensor:

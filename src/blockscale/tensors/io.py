@@ -16,14 +16,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from blockscale.formats import MXFP8, NVFP4, FP8Block, FP8Tensor, parse
+from blockscale.formats import MXFP4, MXFP8, NVFP4, FP8Block, FP8Tensor, parse
 from blockscale.layouts import PLANES, GroupExtent
-from blockscale.tensors.shapes import grouped_plane_shapes, plane_shapes, scale_dtype
+from blockscale.tensors.shapes import amax_shape, grouped_plane_shapes, plane_shapes, scale_dtype
 from blockscale.tensors.tensor import BlockScaledTensor, GroupedTensor, Plane
 
 _KEY = "blockscale"
 
-torch.serialization.add_safe_globals([BlockScaledTensor, GroupedTensor, Plane, GroupExtent, MXFP8, NVFP4, FP8Tensor, FP8Block])
+torch.serialization.add_safe_globals(
+    [BlockScaledTensor, GroupedTensor, Plane, GroupExtent, MXFP8, MXFP4, NVFP4, FP8Tensor, FP8Block]
+)
 
 
 def save(tensors: Mapping[str, BlockScaledTensor | GroupedTensor], path: str | os.PathLike[str]) -> None:
@@ -107,11 +109,9 @@ def _read(name: str, entry: dict[str, Any], flat: Mapping[str, Tensor]) -> Block
     for which, layout in entry["layouts"].items():
         key = f"{name}.{which}"
         plane = Plane(flat[f"{key}.data"], flat[f"{key}.scale"], flat[f"{key}.amax"] if fmt.has_amax else None, layout)
-        groups = 1 if offsets is None else offsets.numel() - 1
-        shapes = (
-            plane_shapes(fmt, M, K, which, layout) if offsets is None else grouped_plane_shapes(fmt, M, K, groups, which, layout)
-        )
-        for part, expected in zip(("data", "scale", "amax"), (*shapes, (groups,)), strict=True):
+        G = None if offsets is None else offsets.numel() - 1
+        shapes = plane_shapes(fmt, M, K, which, layout) if G is None else grouped_plane_shapes(fmt, M, K, G, which, layout)
+        for part, expected in zip(("data", "scale", "amax"), (*shapes, amax_shape(fmt, which, M, K, G)), strict=True):
             t = getattr(plane, part)
             if t is not None and tuple(t.shape) != expected:
                 raise ValueError(f"{which} {part} has shape {tuple(t.shape)}; {expected} is needed")
