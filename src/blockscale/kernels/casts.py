@@ -64,16 +64,13 @@ def max_nan(a, b):
 
 
 @triton.jit
-def max_number(a, b):
-    """The larger, the other if one is NaN."""
-    return tl.maximum(a, b)
-
-
-@triton.jit
 def block_amax(magnitude, axis: tl.constexpr, IGNORE_NAN: tl.constexpr):
     """Largest of ``magnitude`` (>= 0) along an axis; NaN if one is there, unless they are ignored (0 of NaNs only)."""
     if IGNORE_NAN:
-        return tl.reduce(tl.where(magnitude == magnitude, magnitude, 0.0), axis, max_number)
+        return tl.max(tl.where(magnitude == magnitude, magnitude, 0.0), axis)
+    elif INTERPRETED:  # where a reduction with a function of one's own is a loop in Python
+        nan = tl.max((magnitude != magnitude).to(tl.int32), axis)
+        return tl.where(nan > 0, float("nan"), tl.max(tl.where(magnitude == magnitude, magnitude, 0.0), axis))
     else:
         return tl.reduce(magnitude, axis, max_nan)
 
@@ -195,3 +192,28 @@ def e8m0(amax, EXPONENT: tl.constexpr, CARRY: tl.constexpr, SMALLEST: tl.constex
         code = tl.where(special, tl.where(nan, 255, 254), code)
         inverse = tl.where(special, tl.where(nan, 0x7FC00000, 0x00400000), inverse)
     return code, inverse.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_bf16(x):
+    """The nearest bfloat16, as float32; a NaN stays one."""
+    if INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+    else:
+        return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def pack_codes(c0, c1, c2, c3, c4, c5, c6, c7):
+    """int32 of eight 4-bit codes (int32), c0 in the lowest bits."""
+    low = c0 | (c1 << 4) | (c2 << 8) | (c3 << 12)
+    return low | (c4 << 16) | (c5 << 20) | (c6 << 24) | (c7 << 28)
+
+
+@triton.jit
+def present_nibbles(count):
+    """int32 with the lowest ``count`` (clamped to 0..8) groups of four bits set."""
+    n = tl.minimum(tl.maximum(count, 0), 8)
+    return tl.where(n == 8, -1, (1 << (4 * n)) - 1)
