@@ -162,18 +162,22 @@ def grouped_mlp_backward(s):
 
 
 def router(s):
-    yield normal(s.rows, 6, seed=1).requires_grad_(), 2, "softmax", True
-    yield normal(s.rows, 6, seed=1).requires_grad_(), 6, "sigmoid", False
+    yield normal(s.rows, 6, seed=1).requires_grad_(), None, 2, "softmax", True, 1, 1
+    yield normal(s.rows, 6, seed=1).requires_grad_(), None, 6, "sigmoid", False, 1, 1
+    yield normal(s.rows, 6, seed=1).requires_grad_(), normal(6, seed=2), 3, "sqrt_softplus", True, 3, 2
 
 
 def router_backward(s):
-    for _, k, score, normalize in router(s):
-        probs, ids, scores = OPS.router(normal(s.rows, 6, seed=1), k, score, normalize)
-        yield probs, scores, probs, ids, scores, score, normalize
+    for logits, *options in router(s):
+        logits = logits.detach()
+        probs, ids, scores = OPS.router(logits, *options)
+        score, normalize = options[2:4]
+        yield probs, scores, probs, ids, scores, score, normalize, logits if score == "sqrt_softplus" else None
 
 
 def permute(s):
     ids = torch.arange(2 * s.rows).view(s.rows, 2) % 5
+    yield s.leaf("x"), ids - 1, 4, torch.rand(ids.shape).requires_grad_()  # some are dropped
     yield s.leaf("x"), ids, 5, None
     yield s.leaf("x"), ids, 5, torch.rand(ids.shape).requires_grad_()
 

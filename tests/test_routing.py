@@ -310,7 +310,7 @@ ROWS, MAP = torch.ones(6, 2), torch.arange(6).view(3, 2)
         (ValueError, lambda: permute(X, IDS[:, :0], 3), r"ids has shape \(3, 0\)"),
         (ValueError, lambda: permute(X, IDS, 0), r"num_experts=0 .* at least 1"),
         (ValueError, lambda: permute(X, IDS, 2), r"ids holds 2; .* 0\.\.1"),
-        (ValueError, lambda: permute(X, IDS - 1, 3), r"ids holds -1; .* 0\.\.2"),
+        (ValueError, lambda: permute(X, IDS - 2, 3), r"ids holds -2; .* 0\.\.2, or -1"),
         (ValueError, lambda: permute(X, IDS, 3, P[:, :1]), r"probs has shape \(3, 1\); .*\(3, 2\)"),
         (TypeError, lambda: permute(X, IDS, 3, P.bfloat16()), r"probs has dtype torch.bfloat16"),
         (ValueError, lambda: unpermute(ROWS[0], MAP), r"y has shape \(2,\)"),
@@ -330,9 +330,9 @@ def test_wrong_arguments(error, call, message):
 def test_opcheck_router(tokens, score, normalize):
     ops = torch.ops.blockscale
     logits = torch.randn(tokens, 6, generator=seeded(0))
-    opcheck(ops.router.default, (logits.clone().requires_grad_(), 2, score, normalize))
-    probs, ids, scores = ops.router(logits, 2, score, normalize)
-    opcheck(ops.router_backward.default, (probs, scores, probs, ids, scores, score, normalize))
+    opcheck(ops.router.default, (logits.clone().requires_grad_(), None, 2, score, normalize, 1, 1))
+    probs, ids, scores = ops.router(logits, None, 2, score, normalize, 1, 1)
+    opcheck(ops.router_backward.default, (probs, scores, probs, ids, scores, score, normalize, None))
 
 
 @pytest.mark.parametrize(("tokens", "with_probs"), list(itertools.product([0, 5], [False, True])))

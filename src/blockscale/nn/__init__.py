@@ -6,7 +6,7 @@ from blockscale.nn.grouped_linear import GroupedLinear
 from blockscale.nn.grouped_mlp import GroupedMLP
 from blockscale.nn.linear import Linear
 from blockscale.nn.moe import MoE
-from blockscale.nn.router import Router, Routing
+from blockscale.nn.router import Router, Routing, expert_counts
 
 __all__ = [
     "Adapter",
@@ -19,6 +19,7 @@ __all__ = [
     "Routing",
     "convert_model",
     "converted_modules",
+    "expert_counts",
     "register_adapter",
     "restore_model",
     "run_experts",
