@@ -13,6 +13,7 @@ from blockscale.ops.wgrad_queue import WgradQueue
 
 OPS = torch.ops.blockscale
 SIZES = {"many": [5, 0, 33], "no_rows": [0, 0, 0], "no_groups": []}
+M4, NR = bs.MXFP4(), bs.NVFP4(row_scaled=True, four_over_six="mse")
 MX, NV, FT, FB = bs.MXFP8(), bs.NVFP4(hadamard=True, stochastic=True), bs.FP8Tensor("e5m2"), bs.FP8Block()
 RNG = torch.tensor([3, 1])
 FEW = [RECIPES[name] for name in ("bf16", "mxfp8_hybrid", "nvfp4", "fp8_current", "fp8_block")]
@@ -44,7 +45,7 @@ class Setting:
 
 
 def quantize(s):
-    for fmt, layout in ((MX, "swizzled_8x4"), (NV, "swizzled"), (FT, "compact"), (FB, "linear")):
+    for fmt, layout in ((MX, "swizzled_8x4"), (M4, "compact"), (NR, "linear"), (NV, "swizzled"), (FT, "compact"), (FB, "linear")):
         amax = torch.ones(2, 1) if fmt is NV else None
         yield s.x, fmt.spec(), True, True, layout, amax, RNG if fmt is NV else None
 
@@ -55,7 +56,14 @@ def quantize_out(s):
 
 
 def quantize_grouped(s):
-    for fmt, layout in ((MX, "swizzled"), (NV, "compact"), (FT, "compact"), (bs.FP8Block(block=(128, 128)), "compact")):
+    for fmt, layout in (
+        (MX, "swizzled"),
+        (M4, "swizzled"),
+        (NR, "swizzled"),
+        (NV, "compact"),
+        (FT, "compact"),
+        (bs.FP8Block(block=(128, 128)), "compact"),
+    ):
         yield s.x, s.offsets, fmt.spec(), fmt is not MX, True, layout, None, RNG if fmt is NV else None
 
 
@@ -66,7 +74,15 @@ def quantize_grouped_out(s):
 
 def grouped_gemm(s):
     n, k = 16, 20
-    for fmt, layout in ((None, ""), (MX, "swizzled"), (NV, "compact"), (FT, "compact"), (FB, "compact")):
+    for fmt, layout in (
+        (None, ""),
+        (MX, "swizzled"),
+        (M4, "compact"),
+        (NR, "compact"),
+        (NV, "compact"),
+        (FT, "compact"),
+        (FB, "compact"),
+    ):
         a, b = s.packed(s.x, fmt, "rowwise", s.offsets, layout), s.packed(s.w1, fmt, "rowwise", None, layout)
         yield *a, *b, s.offsets, "forward", s.rows, n, k, s.b1, s.probs, torch.bfloat16
         a, b = s.packed(s.h, fmt, "rowwise", s.offsets, layout), s.packed(s.w1, fmt, "columnwise", None, layout)
@@ -74,7 +90,15 @@ def grouped_gemm(s):
 
 
 def grouped_gemm_wgrad_out(s):
-    for fmt, layout in ((None, ""), (MX, "swizzled"), (NV, "compact"), (FT, "compact"), (FB, "compact")):
+    for fmt, layout in (
+        (None, ""),
+        (MX, "swizzled"),
+        (M4, "compact"),
+        (NR, "compact"),
+        (NV, "compact"),
+        (FT, "compact"),
+        (FB, "compact"),
+    ):
         a, b = s.packed(s.h, fmt, "columnwise", s.offsets, layout), s.packed(s.x, fmt, "columnwise", s.offsets, layout)
         yield *a, *b, s.offsets, s.rows, 16, 20, torch.ones(s.G, 16, 20), fmt is not MX
 
@@ -356,7 +380,7 @@ def test_compiled_for_several_recipes_and_formats():
     torch._dynamo.reset()
     module, call, inputs = layer("mlp", None)
     compiled = torch.compile(lambda x, fmt: bs.quantize(x, fmt, columnwise=True), fullgraph=True, backend="aot_eager")
-    for fmt in (MX, FB, bs.NVFP4(), bs.MXFP8("e5m2", (32, 32)), FT):
+    for fmt in (MX, M4, FB, bs.NVFP4(), bs.MXFP8("e5m2", (32, 32)), FT):
         got, want = compiled(inputs[0], fmt), bs.quantize(inputs[0], fmt, columnwise=True)
         for which, plane in want.planes.items():
             assert_all_same(dict(enumerate(got.planes[which].tensors())), dict(enumerate(plane.tensors())), fmt.spec())

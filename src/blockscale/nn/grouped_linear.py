@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from blockscale.layouts import offsets_from_sizes
+from blockscale.ops import checks
 from blockscale.ops.grouped_linear import grouped_linear
 from blockscale.ops.weight_cache import WeightCache
 from blockscale.ops.wgrad_queue import WgradQueue
@@ -49,8 +50,10 @@ class GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         for name, value in (("num_groups", num_groups), ("in_features", in_features), ("out_features", out_features)):
-            if value < 1:
-                raise ValueError(f"{name}={value} is not legal; it must be at least 1")
+            checks.count(name, value)
+        checks.flag("bias", bias)
+        if dtype is not None and dtype not in checks.FLOATS:
+            raise TypeError(f"dtype={dtype}; legal: {checks.names(checks.FLOATS)}")
         if recipe is not None:
             check_recipe(recipe)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
@@ -72,7 +75,8 @@ class GroupedLinear(nn.Module):
 
     def main_grad(self) -> Tensor | None:
         """The buffer that dW is added to, or None; ``ValueError`` when it is wanted but the weight has none."""
-        return main_grad_of(self.weight) if self.accumulate_into_main_grad else None
+        wanted = self.accumulate_into_main_grad and torch.is_grad_enabled()
+        return main_grad_of(self.weight) if wanted else None
 
     def forward(self, x: Tensor, sizes: Tensor | None = None, *, offsets: Tensor | None = None) -> Tensor:
         """y of x (M, K), rows sorted by group.

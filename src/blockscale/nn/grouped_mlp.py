@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from blockscale.activations import Activation, parse
 from blockscale.nn.grouped_linear import GroupedLinear, delayed, resolve_offsets
+from blockscale.ops import checks
 from blockscale.ops.grouped_mlp import grouped_mlp
 from blockscale.ops.wgrad_queue import WgradQueue
 from blockscale.recipes import Recipe
@@ -51,6 +52,10 @@ class GroupedMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = parse(activation)
+        for name, value in (("num_groups", num_groups), ("hidden", hidden), ("intermediate", intermediate)):
+            checks.count(name, value)
+        if glu_interleave is not None and intermediate % checks.count("glu_interleave", glu_interleave):
+            raise ValueError(f"intermediate={intermediate} is not a multiple of glu_interleave={glu_interleave}")
         width = self.activation.pre_width(intermediate)
         self.activation.out_width(width, glu_interleave)
         self.glu_interleave = glu_interleave

@@ -107,7 +107,8 @@ class MoE(nn.Module):
         loss = routing.aux_loss + routing.z_loss if self.router.z_loss_coef else routing.aux_loss
         if self.shared is None:
             return unpermute(y_RH, rows.row_map).view(x.shape), loss
-        sizes = torch.full((1,), x_TH.shape[0], dtype=torch.int64, device=x.device)
+        # a sum, since inductor cannot compile torch.full of a symbolic number of tokens
+        sizes = torch.ones(x_TH.shape[0], dtype=torch.int64, device=x.device).sum(0, keepdim=True)
         shared_TH = self.shared(x_TH, sizes)
         y_TH = unpermute(y_RH.float(), rows.row_map) + shared_TH.float()
         return y_TH.to(x.dtype).view(x.shape), loss

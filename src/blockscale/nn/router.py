@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ class Routing(NamedTuple):
     """Which experts a token goes to, and with what weight.
 
     ids int64 [T, k], probs float32 [T, k], scores float32 [T, E], aux_loss float32 scalar, nan_tokens int64 scalar:
-    the number of tokens with a NaN logit (on the device; reading it is the caller's sync). z_loss: float32 scalar.
+    the number of tokens with a NaN logit (on the device; reading it is the caller's sync). z_loss: float32
+    scalar. One such token makes aux_loss and z_loss NaN.
 
     With a capacity, a dropped choice has id -1 and probability 0; ``permute`` and ``unpermute`` know it.
     """
@@ -30,6 +32,11 @@ class Routing(NamedTuple):
     aux_loss: Tensor
     nan_tokens: Tensor
     z_loss: Tensor
+
+
+def _full_precision(device: str) -> AbstractContextManager[object]:
+    """No ``torch.autocast`` inside, on devices that have one."""
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 class Router(nn.Module):
@@ -126,7 +133,7 @@ class Router(nn.Module):
         """
         if x.dim() != 2 or x.shape[1] != self.hidden:
             raise ValueError(f"x has shape {tuple(x.shape)}; [tokens, {self.hidden}] is needed")
-        with torch.autocast(x.device.type, enabled=False):
+        with _full_precision(x.device.type):
             logits = F.linear(x.float(), self.weight.float())
         bias = None if self.expert_bias is None else self.expert_bias.float()  # .half() and the like reach buffers
         ids, probs, scores = router(

@@ -112,6 +112,8 @@ def explain(module_or_op: nn.Module | Callable[..., Any], *args: Any, **kwargs: 
     Raises:
         What the call itself raises for arguments that metadata shows to be wrong.
     """
+    if not callable(module_or_op):
+        raise TypeError(f"module_or_op is {type(module_or_op).__name__}; a module or a function such as bs.quantize is needed")
     recorder = _Recorder()
     if isinstance(module_or_op, nn.Module):
         recorder.given |= {_storage(t): name for name, t in (*module_or_op.named_parameters(), *module_or_op.named_buffers())}
@@ -133,6 +135,8 @@ def explain(module_or_op: nn.Module | Callable[..., Any], *args: Any, **kwargs: 
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), recorder:
             module_or_op(*fakes[0], **fakes[1])
+    if not recorder.forward:
+        raise ValueError("module_or_op called no blockscale operator; a blockscale layer or function is needed")
     passes = (*recorder.forward, *(recorder.backward if saved else []))
     planes = ("rowwise", "columnwise") if saved else ("rowwise",)
     return Explanation(passes, tuple(saved.values()), tuple(c for plane in planes for c in recorder.cached[plane]))

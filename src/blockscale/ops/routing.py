@@ -93,8 +93,8 @@ def permute(x: Tensor, ids: Tensor, num_experts: int, probs: Tensor | None = Non
     Returns:
         Permuted(x [T*k, H], probs [T*k] or None, offsets int64 [E+1], row_map int64 [T, k]); ``row_map[t, j]`` is the
         row of token t's choice j, -1 for a dropped one. Dropped choices are no rows of any expert: as many rows as there
-        are lie past ``offsets[-1]``, zero, so that no shape depends on how many were dropped. Example: ids [[1], [0]] gives rows (token 1, token 0), offsets [0, 1, 2] and
-        row_map [[1], [0]].
+        are lie past ``offsets[-1]``, zero, so that no shape depends on how many were dropped. Example: ids [[1], [0]]
+        gives rows (token 1, token 0), offsets [0, 1, 2] and row_map [[1], [0]].
 
     Raises:
         ValueError: a shape or, on the CPU, an id outside -1..E-1. TypeError: a dtype.

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from blockscale.activations import parse as parse_activation
 from blockscale.formats import Format
+from blockscale.ops import backend
 from blockscale.ops.activation import run_backward, run_forward
 from blockscale.reference import grouped_gemm as gemm_reference
-from blockscale.reference import quantize as quantize_reference
 from blockscale.tensors import GroupedTensor, Plane, planes_from_list
 
 Operand = GroupedTensor | Tensor
@@ -39,7 +39,7 @@ def quantize(
     """Quantize (M, K) rows; x itself when ``fmt`` is None."""
     if fmt is None or not (rowwise or columnwise):
         return x
-    tensors = quantize_reference.quantize_grouped(x, offsets, fmt, rowwise, columnwise, LAYOUT, None, rng)
+    tensors = backend.quantize(x, offsets, fmt, rowwise, columnwise, LAYOUT, None, rng)
     row, column = planes_from_list(tensors, fmt, rowwise, columnwise, LAYOUT)
     return GroupedTensor((x.shape[0], x.shape[1]), fmt, row, column, offsets)
 
@@ -60,19 +60,17 @@ def forward_gemm(
     x: Operand, w: Operand, offsets: Tensor, dtype: torch.dtype, bias: Tensor | None, bias_scale: Tensor | None = None
 ) -> Tensor:
     """y = x W^T + bias * bias_scale, rounded once to ``dtype``."""
-    return gemm_reference.rows_by_weight(
-        x, w, offsets, x.shape[0], transpose=True, out_dtype=dtype, bias=bias, bias_scale=bias_scale
-    )
+    return backend.rows_by_weight(x, w, offsets, x.shape[0], transpose=True, out_dtype=dtype, bias=bias, bias_scale=bias_scale)
 
 
 def dgrad_gemm(dy: Operand, w: Operand, offsets: Tensor, dtype: torch.dtype) -> Tensor:
     """dx = dy W, rounded once to ``dtype``."""
-    return gemm_reference.rows_by_weight(dy, w, offsets, dy.shape[0], transpose=False, out_dtype=dtype)
+    return backend.rows_by_weight(dy, w, offsets, dy.shape[0], transpose=False, out_dtype=dtype)
 
 
 def wgrad_gemm(dy: Operand, x: Operand, offsets: Tensor, w: Tensor, main_grad: Tensor | None) -> Tensor:
     """dW = dy^T x in w's dtype; with a main_grad it is added there in float32 instead, and the result is empty."""
-    dw = gemm_reference.wgrad(dy, x, offsets, dy.shape[0])
+    dw = backend.wgrad(dy, x, offsets, dy.shape[0])
     if main_grad is None:
         return dw.to(w.dtype)
     main_grad.add_(dw)
