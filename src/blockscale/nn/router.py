@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -10,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockscale.ops.routing import check_groups, router
+from blockscale.ops import checks
+from blockscale.ops.routing import MAX_EXPERTS, check_groups, router
 from blockscale.reference.routing import SCORES
 
 DROPS = ("probs", "position")
@@ -20,8 +22,8 @@ class Routing(NamedTuple):
     """Which experts a token goes to, and with what weight.
 
     ids int64 [T, k], probs float32 [T, k], scores float32 [T, E], aux_loss float32 scalar, nan_tokens int64 scalar:
-    the number of tokens with a NaN logit (on the device; reading it is the caller's sync). z_loss: float32
-    scalar. One such token makes aux_loss and z_loss NaN.
+    the number of tokens with a NaN logit (on the device; reading it is the caller's sync). z_loss: float32 scalar. One
+    such token makes both losses NaN.
 
     With a capacity, a dropped choice has id -1 and probability 0; ``permute`` and ``unpermute`` know it.
     """
@@ -61,8 +63,8 @@ class Router(nn.Module):
         scaling_factor: multiplies the probabilities at the end.
         capacity_factor: None: no choice is dropped. f: an expert takes at most ceil(f * T * k / E) choices, the others get
             id -1 and probability 0; the probabilities that are left are not normalised again.
-        drop: which choices an expert keeps: "probs", those of the greatest probability (ties and "position": those that
-            come first by token, then choice).
+        drop: which choices an expert keeps: "probs", those of the greatest probability (a NaN is the least; ties as by
+            position), or "position", those that come first by token, then choice. No shape depends on how many are dropped.
         device: of the weight.
         dtype: of the weight [E, H]; float32 by default. The logits are float32 whatever it is.
 
@@ -90,12 +92,11 @@ class Router(nn.Module):
         drop: str = "probs",
     ) -> None:
         super().__init__()
-        if hidden < 1:
-            raise ValueError(f"hidden={hidden} is not legal; it must be at least 1")
-        if num_experts < 1:
-            raise ValueError(f"num_experts={num_experts} is not legal; it must be at least 1")
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(f"top_k={top_k} is not legal; it must be in 1..{num_experts}, the number of experts")
+        checks.count("hidden", hidden)
+        checks.count("num_experts", num_experts, most=MAX_EXPERTS)
+        checks.within("top_k", top_k, num_experts, "the number of experts")
+        checks.flag("normalize", normalize)
+        checks.flag("expert_bias", expert_bias)
         if score not in SCORES:
             raise ValueError(f"score={score!r} is not one of {SCORES}")
         for name, coef in (("aux_loss_coef", aux_loss_coef), ("z_loss_coef", z_loss_coef)):
@@ -120,6 +121,14 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype or torch.float32))
         self.reset_parameters()
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """``.bfloat16()`` and the like leave the bias float32: steps of 1e-3 would be lost in it."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
+
     def reset_parameters(self) -> None:
         """Uniform in +-1/sqrt(hidden), like ``torch.nn.Linear``."""
         bound = 1.0 / math.sqrt(self.hidden)
@@ -135,13 +144,12 @@ class Router(nn.Module):
             raise ValueError(f"x has shape {tuple(x.shape)}; [tokens, {self.hidden}] is needed")
         with _full_precision(x.device.type):
             logits = F.linear(x.float(), self.weight.float())
-        bias = None if self.expert_bias is None else self.expert_bias.float()  # .half() and the like reach buffers
         ids, probs, scores = router(
             logits,
             self.top_k,
             self.score,
             self.normalize,
-            expert_bias=bias,
+            expert_bias=self.expert_bias,
             expert_groups=self.expert_groups,
             group_top_k=self.group_top_k,
         )
@@ -178,7 +186,7 @@ class Router(nn.Module):
         if own.shape != self.expert_counts.shape:
             raise ValueError(f"counts has shape {tuple(own.shape)}; ({self.num_experts},) is needed, one an expert")
         with torch.no_grad():
-            self.expert_bias += rate * torch.sign(own.sum() - own * self.num_experts).to(self.expert_bias.dtype)
+            self.expert_bias += rate * torch.sign(own.sum() - own * self.num_experts).float()
             self.expert_counts.zero_()
 
     def _z_loss(self, logits: Tensor) -> Tensor:

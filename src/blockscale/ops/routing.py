@@ -14,6 +14,8 @@ from blockscale.ops import checks, registry
 from blockscale.reference import routing as reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: a larger number of experts is taken for a mistake; offsets of so many are 8 MiB
+MAX_EXPERTS = 1 << 20
 
 
 class Permuted(NamedTuple):
@@ -58,8 +60,8 @@ def router(
         raise ValueError(f"logits has shape {tuple(logits.shape)}; [tokens, experts] is needed")
     if logits.dtype != torch.float32:
         raise TypeError(f"logits has dtype {logits.dtype}; it must be torch.float32")
-    if not 1 <= top_k <= logits.shape[1]:
-        raise ValueError(f"top_k={top_k} is not legal; it must be in 1..{logits.shape[1]}, the number of experts")
+    checks.within("top_k", top_k, logits.shape[1], "the number of experts")
+    checks.flag("normalize", normalize)
     if score not in reference.SCORES:
         raise ValueError(f"score={score!r} is not one of {reference.SCORES}")
     if expert_bias is not None:
@@ -72,10 +74,9 @@ def router(
 
 def check_groups(experts: int, top_k: int, expert_groups: int, group_top_k: int) -> None:
     """``ValueError`` unless the groups divide the experts and the chosen ones hold ``top_k``."""
-    if expert_groups < 1 or experts % expert_groups:
+    if experts % checks.count("expert_groups", expert_groups):
         raise ValueError(f"expert_groups={expert_groups} is not legal; it must divide {experts}, the number of experts")
-    if not 1 <= group_top_k <= expert_groups:
-        raise ValueError(f"group_top_k={group_top_k} is not legal; it must be in 1..{expert_groups}, the number of groups")
+    checks.within("group_top_k", group_top_k, expert_groups, "the number of groups")
     if group_top_k * (experts // expert_groups) < top_k:
         held = group_top_k * (experts // expert_groups)
         raise ValueError(f"group_top_k={group_top_k} groups hold {held} experts; top_k={top_k} of them are needed")
@@ -103,8 +104,7 @@ def permute(x: Tensor, ids: Tensor, num_experts: int, probs: Tensor | None = Non
     _check_index("ids", ids, x.device)
     if ids.shape[0] != x.shape[0]:
         raise ValueError(f"ids has {ids.shape[0]} rows; it must have one per token of x, {x.shape[0]}")
-    if num_experts < 1:
-        raise ValueError(f"num_experts={num_experts} is not legal; it must be at least 1")
+    checks.count("num_experts", num_experts, most=MAX_EXPERTS)
     _check_probs(probs, ids)
     x_RH, probs_R, offsets, row_map = torch.ops.blockscale.permute(x, ids, num_experts, probs)
     return Permuted(x_RH, None if probs is None else probs_R, offsets, row_map)
