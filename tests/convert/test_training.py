@@ -10,8 +10,8 @@ from torch import nn
 
 import blockscale as bs
 
-#: the foundation's bounds of the training job, percent of bf16's validation loss
-BOUNDS = {"mxfp8": 1.0, "fp8_current": 1.0, "fp8_block": 1.0, "nvfp4": 4.0}
+#: percent of bf16's validation loss: the bounds of the training job (train/recipes.py)
+BOUNDS = {name: 4.0 if name.startswith("nvfp4") else 1.0 for name in RECIPES if name != "bf16"}
 STEPS, BATCH, CONTEXT, VOCABULARY = 50, 16, 64, 64
 
 
