@@ -6,6 +6,8 @@ from blockscale.nn.grouped_linear import GroupedLinear
 from blockscale.nn.grouped_mlp import GroupedMLP
 from blockscale.nn.linear import Linear
 from blockscale.nn.moe import MoE
+from blockscale.nn.quantized import QuantizedGroupedLinear, QuantizedGroupedMLP
+from blockscale.nn.quantized_weight import QuantizedWeight
 from blockscale.nn.router import Router, Routing, expert_counts
 
 __all__ = [
@@ -15,6 +17,9 @@ __all__ = [
     "GroupedMLP",
     "Linear",
     "MoE",
+    "QuantizedGroupedLinear",
+    "QuantizedGroupedMLP",
+    "QuantizedWeight",
     "Router",
     "Routing",
     "convert_model",
