@@ -191,18 +191,19 @@ def _token_chunks(tokens: int, width: int) -> list[slice]:
     return [slice(i, min(i + step, tokens)) for i in range(0, tokens, step)]
 
 
-def _term(y_RH: Tensor, row_map_Tk: Tensor, probs_Tk: Tensor | None, tokens: slice, j: int) -> Tensor:
-    row = row_map_Tk[tokens, j]
-    term = rows_or_zero(y_RH, row).float()
-    return term if probs_Tk is None else term.mul_(probs_Tk[tokens, j, None]).masked_fill_((row < 0)[:, None], 0)
+def _drops(row_map_Tk: Tensor) -> bool:
+    """Whether choices may have been dropped: reading it is free on the CPU, and masks are not; elsewhere it is assumed."""
+    return row_map_Tk.device.type != "cpu" or bool((row_map_Tk < 0).any())
 
 
-def rows_or_zero(y_RH: Tensor, row: Tensor) -> Tensor:
-    """Rows of y; zeros where ``row`` is -1. y may have no rows if all are -1."""
-    if y_RH.shape[0] == 0:
-        return y_RH.new_zeros(row.shape[0], *y_RH.shape[1:])
-    missing = (row < 0).view(-1, *(1,) * (y_RH.dim() - 1))
-    return y_RH.index_select(0, row.clamp(min=0)).masked_fill_(missing, 0)
+def _term(y_RH: Tensor, row_Tn: Tensor, probs_Tn: Tensor | None, drops: bool) -> Tensor:
+    """float32 y[row] * probs for one choice of some tokens; zeros where the row is -1, whatever y and probs hold."""
+    if drops and y_RH.shape[0] == 0:
+        return y_RH.new_zeros(row_Tn.shape[0], y_RH.shape[1], dtype=torch.float32)
+    term = y_RH.index_select(0, row_Tn.clamp(min=0) if drops else row_Tn).float()
+    if probs_Tn is not None:
+        term.mul_(probs_Tn[:, None])
+    return term.masked_fill_((row_Tn < 0)[:, None], 0) if drops else term
 
 
 def unpermute_forward(y_RH: Tensor, row_map_Tk: Tensor, probs_Tk: Tensor | None) -> Tensor:
@@ -210,11 +211,15 @@ def unpermute_forward(y_RH: Tensor, row_map_Tk: Tensor, probs_Tk: Tensor | None)
 
     A row of -1 adds zero.
     """
-    out = y_RH.new_empty(row_map_Tk.shape[0], y_RH.shape[1])
+    out, drops = y_RH.new_empty(row_map_Tk.shape[0], y_RH.shape[1]), _drops(row_map_Tk)
     for tokens in _token_chunks(*out.shape):
-        total = _term(y_RH, row_map_Tk, probs_Tk, tokens, 0)
-        for j in range(1, row_map_Tk.shape[1]):
-            total.add_(_term(y_RH, row_map_Tk, probs_Tk, tokens, j))
+        terms = (
+            _term(y_RH, row_map_Tk[tokens, j], None if probs_Tk is None else probs_Tk[tokens, j], drops)
+            for j in range(row_map_Tk.shape[1])
+        )
+        total = next(terms)
+        for term in terms:
+            total.add_(term)
         out[tokens] = total
     return out
 
@@ -233,17 +238,18 @@ def unpermute_backward(
     Returns:
         dy [rows, H] in dout's dtype, zero in rows that row_map leaves out, and dprobs float32 [T, k] or None.
     """
-    dy = dout_TH.new_zeros(rows + 1, dout_TH.shape[1])  # the last row takes what was dropped
+    drops = _drops(row_map_Tk)
+    dy = dout_TH.new_zeros(rows + drops, dout_TH.shape[1])  # one more row takes what was dropped
     dprobs = None if probs_Tk is None else torch.empty(probs_Tk.shape, dtype=torch.float32, device=dy.device)
     for tokens in _token_chunks(*dout_TH.shape):
         upstream = dout_TH[tokens].float()
         for j in range(row_map_Tk.shape[1]):
             row = row_map_Tk[tokens, j]
-            target = torch.where(row < 0, rows, row)
+            target = torch.where(row < 0, rows, row) if drops else row
             if y_RH is None or probs_Tk is None or dprobs is None:
                 dy[target] = dout_TH[tokens]
             else:
                 dy[target] = (upstream * probs_Tk[tokens, j, None]).to(dy.dtype)
-                products = rows_or_zero(y_RH, row).float().mul_(upstream).masked_fill_((row < 0)[:, None], 0)
-                dprobs[tokens, j] = row_sums(products)
+                products = row_sums(_term(y_RH, row, None, drops).mul_(upstream))
+                dprobs[tokens, j] = products.masked_fill_(row < 0, 0) if drops else products
     return dy[:rows], dprobs
