@@ -160,6 +160,6 @@ def wgrad(dy: GroupedTensor | Tensor, x: GroupedTensor | Tensor, offsets: Tensor
 
 def count_into(out: Tensor, x: Tensor, offsets: Tensor, q: GroupedTensor | None, call: int) -> None:
     """``reference.count.count_into`` or the kernel of the same meaning."""
-    if fast("count", x.device):
+    if fast("count", x.device) and x.dtype in cpu_quantize.DTYPES:
         return cpu_count.count_into(out, x, offsets, q, call)
     return reference_count.count_into(out, x, offsets, q, call)
