@@ -24,6 +24,7 @@ from blockscale.ops import registry as _registry  # isort: skip
 _registry.finish()
 
 from blockscale import nn  # isort: skip  # noqa: E402  (knows the operators above)
+from blockscale.watching import Watch, WatchStop, watch  # isort: skip  # noqa: E402
 from blockscale.nn.convert import convert_model, restore_model  # isort: skip  # noqa: E402
 
 __version__ = version("blockscale")
@@ -39,6 +40,8 @@ __all__ = [
     "GroupedTensor",
     "Permuted",
     "Plane",
+    "Watch",
+    "WatchStop",
     "activation",
     "activation_backward_quantize",
     "activation_quantize",
@@ -61,4 +64,5 @@ __all__ = [
     "restore_model",
     "save",
     "unpermute",
+    "watch",
 ]

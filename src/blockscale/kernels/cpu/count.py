@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,17 +51,30 @@ def count_into(out: Tensor, x: Tensor, offsets: Tensor, q: GroupedTensor | None,
         call: number of the observation.
     """
     M, K = x.shape
-    if x.stride(1) != 1:
+    if x.stride(1) != 1 and K > 1:
         x = x.contiguous()
-    offsets = offsets.contiguous()
-    args = _Args(x.data_ptr(), x.stride(0), offsets.data_ptr(), offsets.numel() - 1, K, max(K, 1))
-    args.out, args.call, args.dtype = out.data_ptr(), call, DTYPES[x.dtype]
-    args.threads = max(1, min(torch.get_num_threads(), M * K // _ELEMENTS_A_THREAD))
-    kept = None if q is None else _describe_scales(args, q)
+    offsets, groups = offsets.contiguous(), offsets.shape[0] - 1
+    threads = max(1, min(torch.get_num_threads(), M * K // _ELEMENTS_A_THREAD))
+    if q is None:
+        _look()(x.data_ptr(), x.stride(0), offsets.data_ptr(), groups, K, out.data_ptr(), call, DTYPES[x.dtype], threads)
+        return
+    args = _Args(x.data_ptr(), x.stride(0), offsets.data_ptr(), groups, K, max(K, 1))
+    args.out, args.call, args.dtype, args.threads = out.data_ptr(), call, DTYPES[x.dtype], threads
+    kept = _describe_scales(args, q)
     library = load().library
     assert library is not None
     library.blockscale_count(ctypes.byref(args))
     del kept
+
+
+@cache
+def _look() -> Any:
+    library = load().library
+    assert library is not None
+    function = library.blockscale_look
+    function.argtypes = [_PTR, _I64, _PTR, _I64, _I64, _PTR, _DOUBLE, _I32, _I32]
+    function.restype = None
+    return function
 
 
 def _describe_scales(args: _Args, q: GroupedTensor) -> list[Tensor]:
