@@ -80,7 +80,10 @@ def measure(recipe: str, steps: int, every: int, warmup: int = 3) -> dict[str, A
             tokens = torch.randint(256, (config.batches.size, config.batches.context + 1), generator=draw)
             batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
             order = (plain, watched) if n % 2 else (watched, plain)
-            times = {arm: arm.step(*batch) for arm in order}
+            times = {}
+            for arm in order:
+                torch.manual_seed(n)  # stochastic rounding draws from it
+                times[arm] = arm.step(*batch)
             if n >= warmup:
                 pairs.append((times[plain], times[watched]))
         watched.watch.close()

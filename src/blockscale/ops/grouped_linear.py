@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blockscale.ops import checks, registry, stages
 from blockscale.ops.quantize import fake_grouped, rng_from
-from blockscale.ops.tap import Tap, backward_tap, forward_tap
+from blockscale.ops.tap import Seen, Tap, backward_tap, forward_tap
 from blockscale.ops.weight_cache import WeightCache, weight_operand
 from blockscale.ops.wgrad_queue import WgradQueue, find_queue, waiting, without_hooks
 from blockscale.recipes import Recipe, current_recipe, parse_recipe
@@ -137,9 +137,8 @@ def _forward(
     w_q = weight_operand(weight, r.weight, "rowwise", cache)
     y = stages.forward_gemm(x_q, w_q, offsets, x.dtype, bias, bias_scale)
     if (watched := forward_tap(tap)) is not None:
-        watched.see("input", x, offsets, x_q)
         watched.see_weight("weight", weight, w_q)
-        watched.see("output", y, offsets)
+        watched.see_pass([Seen("input", x, x_q), Seen("output", y)], offsets)
     return [y, *(stages.plane_tensors(x_q) if save_input else [])]
 
 
@@ -192,20 +191,18 @@ def _backward(
     need_dx, need_dw, need_db, need_ds = needs
     dy_q = stages.quantize(dy, offsets, r.gradient, rowwise=need_dx, columnwise=need_dw, rng=rng)
     watched = backward_tap(tap)
-    if watched is not None:
-        watched.see("gradient", dy, offsets, dy_q)
     dx, dw, db = (stages.empty(t) for t in (dy, weight, weight if bias is None else bias))
     ds = dy.new_empty(0, dtype=torch.float32)
     if need_dx:
         dx = stages.dgrad_gemm(dy_q, weight_operand(weight, r.weight, "columnwise", cache), offsets, dy.dtype)
-        if watched is not None:
-            watched.see("dx", dx, offsets)
     if need_dw:
         x_q = stages.saved_operand(saved, x, (dy.shape[0], weight.shape[2]), r.input, offsets)
         if queue is None:
             dw = stages.wgrad_gemm(dy_q, x_q, offsets, weight, main_grads[0] if main_grads else None, watched)
         else:
             find_queue(queue).put([waiting(0, dy_q, x_q, offsets)], copy)
+    if watched is not None:
+        watched.see_pass([Seen("gradient", dy, dy_q), *([Seen("dx", dx)] if need_dx else [])], offsets)
     if need_db and bias is not None:
         db = stages.bias_grad(dy, offsets, bias_scale).to(bias.dtype)
     if need_ds and bias is not None:

@@ -19,7 +19,7 @@ from blockscale.activations import Activation, parse
 from blockscale.ops import checks, registry, stages
 from blockscale.ops.grouped_linear import check_bias, check_main_grad, check_weight, fake_saved
 from blockscale.ops.quantize import rng_from
-from blockscale.ops.tap import Tap, backward_tap, forward_tap
+from blockscale.ops.tap import Seen, Tap, backward_tap, forward_tap
 from blockscale.ops.weight_cache import WeightCache, weight_operand
 from blockscale.ops.wgrad_queue import Waiting, WgradQueue, find_queue, waiting, without_hooks
 from blockscale.recipes import Recipe, current_recipe, parse_recipe
@@ -44,10 +44,10 @@ class MLPTensors:
     caches: list[Tensor]
     tap: Tap | None
 
-    def see(self, role: str, x: Tensor, q: stages.Operand | None = None) -> None:
-        """Show a tensor, and the operand made of it, to whoever watches."""
+    def see(self, *tensors: Seen | None) -> None:
+        """Show the tensors of a pass, in order, to whoever watches."""
         if self.tap is not None:
-            self.tap.see(role, x, self.offsets, q)
+            self.tap.see_pass([t for t in tensors if t is not None], self.offsets)
 
     def shown(self, index: int, r: Recipe) -> stages.Operand:
         """w1 (index 0) or w2 (1) as forward multiplies it, shown to whoever watches."""
@@ -67,14 +67,11 @@ def forward_step(
 ) -> list[Tensor]:
     """[y, h or (``recompute``) rowwise plane of x, columnwise plane of x (when ``save_input``)]."""
     x_q = stages.quantize(x, t.offsets, r.input, rowwise=True, columnwise=save_input)
-    t.see("input", x, x_q)
     h = stages.forward_gemm(x_q, t.shown(0, r), t.offsets, x.dtype, t.b1)
-    t.see("hidden", h)
     a = stages.activation(h, t.offsets, t.probs, act)
     a_q = stages.quantize(a, t.offsets, r.input, rowwise=True, columnwise=False)
-    t.see("activation", a, a_q)
     y = stages.forward_gemm(a_q, t.shown(1, r), t.offsets, x.dtype, t.b2, bias_scale=t.probs)
-    t.see("output", y)
+    t.see(Seen("input", x, x_q), Seen("hidden", h), Seen("activation", a, a_q), Seen("output", y))
     kept = stages.plane_tensors(x_q, "rowwise") if recompute else [h]
     return [y, *kept, *(stages.plane_tensors(x_q) if save_input else [])]
 
@@ -134,7 +131,6 @@ def backward_step(
         return stages.empty(w)
 
     dy_q = stages.quantize(dy, t.offsets, r.gradient, rowwise=n.below_w2, columnwise=n.w2, rng=t.rng)
-    t.see("gradient", dy, dy_q)
     if n.w2:
         a = stages.activation(h, t.offsets, t.probs, act)
         dw2 = wgrad(1, dy_q, stages.quantize(a, t.offsets, r.input, rowwise=False, columnwise=True))
@@ -142,19 +138,19 @@ def backward_step(
         db2 = stages.bias_grad(dy, t.offsets, t.probs)
     if n.below_w2:
         da = stages.dgrad_gemm(dy_q, t.quantized(1, r, "columnwise"), t.offsets, dy.dtype)
-        t.see("da", da)
         dh, ds = stages.activation_backward(da, h, t.offsets, t.probs, act)
         if n.probs and t.b2 is not None:
             ds = ds + stages.row_dot(dy, t.b2, t.offsets)
         if n.b1:
             db1 = stages.bias_grad(dh, t.offsets)
         dh_q = stages.quantize(dh, t.offsets, r.gradient, rowwise=n.x, columnwise=n.w1, rng=stages.next_rng(t.rng, 1))
-        t.see("dh", dh, dh_q)
         if n.w1:
             dw1 = wgrad(0, dh_q, kept.columns(t, r, shape))
         if n.x:
             dx = stages.dgrad_gemm(dh_q, t.quantized(0, r, "columnwise"), t.offsets, dy.dtype)
-            t.see("dx", dx)
+        t.see(Seen("gradient", dy, dy_q), Seen("da", da), Seen("dh", dh, dh_q), Seen("dx", dx) if n.x else None)
+    else:
+        t.see(Seen("gradient", dy, dy_q))
     return dx, dw1, dw2, ds, db1, db2
 
 

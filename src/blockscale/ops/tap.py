@@ -7,6 +7,8 @@ keep them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -22,11 +24,25 @@ PLAIN_ROLES = ("input", "output", "gradient")
 class Listener(Protocol):
     """Somebody who watches a layer."""
 
-    def __call__(self, role: str, x: Tensor, offsets: Tensor | None, q: GroupedTensor | None) -> None:
-        """Look at ``x``, the tensor of this role: (M, K) rows grouped by ``offsets`` (None: one group, any shape).
+    def see(self, tensor: Seen, offsets: Tensor | None) -> None:
+        """Look at a tensor, its rows grouped by ``offsets`` (None: one group, any shape)."""
 
-        ``q`` is x quantized, with a rowwise plane, where there is one.
-        """
+    def see_pass(self, tensors: Sequence[Seen], offsets: Tensor) -> None:
+        """Look at the tensors of one pass, each made of the one before."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One tensor of a pass: its role, (M, K) rows, and the operand made of it (a quantized one has scales to look at)."""
+
+    role: str
+    x: Tensor
+    q: object = None
+
+    @property
+    def quantized(self) -> GroupedTensor | None:
+        """The quantized operand, where it has a rowwise plane."""
+        return self.q if isinstance(self.q, GroupedTensor) and self.q.rowwise is not None else None
 
 
 class Tap(tickets.Ticketed):
@@ -38,9 +54,13 @@ class Tap(tickets.Ticketed):
 
     def see(self, role: str, x: Tensor, offsets: Tensor | None = None, q: object = None) -> None:
         """Hand a tensor to every listener. ``q``: the operand made of x; a quantized one has scales to look at."""
-        quantized = q if isinstance(q, GroupedTensor) and q.rowwise is not None else None
         for listener in self.listeners:
-            listener(role, x, offsets, quantized)
+            listener.see(Seen(role, x, q), offsets)
+
+    def see_pass(self, tensors: Sequence[Seen], offsets: Tensor) -> None:
+        """Hand over the tensors of one pass, each made of the one before: a NaN in one reaches the last."""
+        for listener in self.listeners:
+            listener.see_pass(tensors, offsets)
 
     def see_weight(self, role: str, w_GNK: Tensor, q: object = None) -> None:
         """Hand over weights or their gradients, a group each."""

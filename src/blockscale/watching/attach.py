@@ -7,7 +7,7 @@ from outside by hooks: its inputs, its outputs and their gradients. Hooks and ta
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
@@ -16,39 +16,48 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from blockscale import nn as layers
-from blockscale.ops.tap import Tap, recomputing, see
-from blockscale.tensors import GroupedTensor
+from blockscale.ops.tap import Seen, Tap, recomputing, see
 
 #: "blocks.3.*", several of them, or a function of the name and the module
 Filter = str | list[str] | tuple[str, ...] | Callable[[str, nn.Module], bool]
+_OWN = (layers.GroupedMLP, layers.GroupedLinear, layers.Linear)
 #: they change nothing that could be looked at
 _DULL = (nn.Identity, nn.Dropout, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Watcher(Protocol):
-    """What a layer tells. ``full``: whether everything is looked at in this step."""
+    """What layers tell. ``full``: whether everything is looked at in this step."""
 
     full: bool
 
-    def look(self, layer: str, role: str, x: Tensor, offsets: Tensor | None, q: GroupedTensor | None) -> None:
+    def look(self, layer: str, tensor: Seen, offsets: Tensor | None) -> None:
         """A tensor of the step."""
+
+    def look_at_pass(self, layer: str, tensors: Sequence[Seen], offsets: Tensor) -> None:
+        """Tensors each of which is made of the one before."""
 
 
 class Report:
     """The listener of one layer: passes on its name. Holds the watch weakly: one that is forgotten hears nothing.
 
-    ``rare_inputs``: inputs are looked at in full steps only; those of most modules are outputs of others, or their sums.
+    ``rare``: roles that are looked at in full steps only.
     """
 
-    def __init__(self, watcher: Watcher, layer: str, rare_inputs: bool) -> None:
-        self._watcher, self._layer, self._rare_inputs = weakref.ref(watcher), layer, rare_inputs
+    def __init__(self, watcher: Watcher, layer: str, rare: frozenset[str] = frozenset()) -> None:
+        self._watcher, self._layer, self._rare = weakref.ref(watcher), layer, rare
 
-    def __call__(self, role: str, x: Tensor, offsets: Tensor | None, q: GroupedTensor | None) -> None:
+    def see(self, tensor: Seen, offsets: Tensor | None) -> None:
         """Pass a tensor on."""
         watcher = self._watcher()
-        if watcher is not None and (watcher.full or not (self._rare_inputs and role == "input")):
-            watcher.look(self._layer, role, x, offsets, q)
+        if watcher is not None and (watcher.full or tensor.role not in self._rare):
+            watcher.look(self._layer, tensor, offsets)
+
+    def see_pass(self, tensors: Sequence[Seen], offsets: Tensor) -> None:
+        """Pass several on."""
+        watcher = self._watcher()
+        if watcher is not None:
+            watcher.look_at_pass(self._layer, tensors, offsets)
 
 
 def attach(model: nn.Module, watcher: Watcher, filter: Filter | None, plain: bool) -> tuple[list[str], list[Callable[[], None]]]:
@@ -60,28 +69,48 @@ def attach(model: nn.Module, watcher: Watcher, filter: Filter | None, plain: boo
     Raises:
         ValueError: no module passes.
     """
-    names: list[str] = []
-    undo: list[Callable[[], None]] = []
-    kinds = (layers.GroupedMLP, layers.GroupedLinear, layers.Linear)
+    chosen = [(name, module) for name, module in _candidates(model, plain) if _passes(filter, name, module)]
+    if not chosen:
+        raise ValueError(f"nothing to watch in {type(model).__name__}: filter={filter!r} passes none of its layers")
+    kinds = {_kind(module) for _, module in chosen}
+    undo = []
+    for name, module in chosen:
+        report = Report(watcher, name, _rare(_kind(module), kinds))
+        undo.append((_tap if isinstance(module, _OWN) else _hook)(module, report))
+    return [name for name, _ in chosen], undo
+
+
+def _candidates(model: nn.Module, plain: bool) -> Iterator[tuple[str, nn.Module]]:
+    """Layers of blockscale and, with ``plain``, other modules without children; names as in ``named_modules``."""
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
         if module in inside:
             continue
-        own = isinstance(module, kinds)
-        if own:
+        if isinstance(module, _OWN):
             inside.update(m for m in module.modules() if m is not module)
         elif not plain or isinstance(module, _DULL) or any(True for _ in module.children()):
             continue
-        shown = name or f"({type(module).__name__})"
-        if not _passes(filter, shown, module):
-            continue
-        names.append(shown)
-        undo.append(
-            (_tap if own else _hook)(module, Report(watcher, shown, rare_inputs=not own and not isinstance(module, layers.Router)))
-        )
-    if not names:
-        raise ValueError(f"nothing to watch in {type(model).__name__}: filter={filter!r} passes none of its layers")
-    return names, undo
+        yield name or f"({type(module).__name__})", module
+
+
+def _kind(module: nn.Module) -> str:
+    """ "own", "router", "product" (has a matrix: linear, convolution, embedding) or "other" (norms, activations)."""
+    if isinstance(module, (*_OWN, layers.Router)):
+        return "router" if isinstance(module, layers.Router) else "own"
+    return "product" if any(p.dim() > 1 for p in module.parameters(recurse=False)) else "other"
+
+
+def _rare(kind: str, kinds: set[str]) -> frozenset[str]:
+    """Roles of a layer that only full steps look at.
+
+    A NaN that comes to a norm or an activation reaches the output of the product behind it, one that comes back to a product
+    the gradient of what stands before it: between full steps it is enough to look there, where there are both.
+    """
+    if kind in ("own", "router"):
+        return frozenset()
+    if kind == "product":
+        return frozenset({"input", "gradient"} if kinds & {"own", "other"} else {"input"})
+    return frozenset({"input", "output"} if kinds & {"own", "product"} else {"input"})
 
 
 def _passes(filter: Filter | None, name: str, module: nn.Module) -> bool:

@@ -7,12 +7,14 @@ device. Legend: S slots, R rows (groups of all slots), F counters.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from blockscale.ops import backend
+from blockscale.ops.tap import Seen
 from blockscale.tensors import GroupedTensor
 from blockscale.tensors.counters import FIELDS, SUMS, fresh
 
@@ -105,25 +107,49 @@ class Slots:
         """Whether anything was seen since the last :meth:`take`."""
         return self._calls > 0
 
-    def add(self, layer: str, role: str, x: Tensor, offsets: Tensor | None, q: GroupedTensor | None) -> None:
-        """Count what ``x`` holds; rows grouped by ``offsets``, or all of it in one group."""
+    def add(self, layer: str, tensor: Seen, offsets: Tensor | None, full: bool) -> Slot | None:
+        """Count what a tensor holds; rows grouped by ``offsets``, or all of it in one group. ``full``: its scales too."""
+        return self._count(layer, tensor, offsets, full, self._reserve(1))
+
+    def add_pass(self, layer: str, tensors: Sequence[Seen], offsets: Tensor, full: bool) -> None:
+        """Count what tensors hold each of which is made of the one before.
+
+        On the CPU, unless ``full``, the last one is looked at, and all of them only if it is not finite.
+        """
+        call = self._reserve(len(tensors))
+        todo = list(enumerate(tensors, call))
+        if not full and _nan_reaches_the_last(tensors):
+            number, last = todo.pop()
+            slot = self._count(layer, last, offsets, False, number)
+            if slot is not None and not float(slot.table[:, :2].sum()):
+                return
+        for number, tensor in todo:
+            self._count(layer, tensor, offsets, full, number)
+
+    def _reserve(self, count: int) -> int:
+        """The first of so many numbers of observations, in the order in which the tensors were made."""
+        with self._lock:
+            self._calls += count
+            return self._calls - count + 1
+
+    def _count(self, layer: str, tensor: Seen, offsets: Tensor | None, full: bool, call: int) -> Slot | None:
+        x, q = tensor.x, tensor.quantized if full else None
         if offsets is None:
             if x.numel() == 0:
-                return
+                return None
             x = x.reshape(-1, x.shape[-1]) if x.dim() else x.view(1, 1)
             offsets = self._one_group(x.shape[0], x.device)
         groups = offsets.numel() - 1
         with self._lock:
-            self._calls += 1
-            call = self._calls
-            slot = self._slots.get((layer, role))
+            slot = self._slots.get((layer, tensor.role))
             if slot is None or slot.groups != groups or slot.table.device != x.device:
-                slot = self._slots[layer, role] = self._new(layer, role, groups, x.device)
+                slot = self._slots[layer, tensor.role] = self._new(layer, tensor.role, groups, x.device)
             if slot.first_call is None:
                 slot.first_call = call
         if q is not None:
             slot.format = q.format.label
         backend.count_into(slot.table, x, offsets, q, call)
+        return slot
 
     def _one_group(self, rows: int, device: torch.device) -> Tensor:
         """int64[2]; kept, since making one costs as much as looking at a small tensor."""
@@ -157,6 +183,12 @@ class Slots:
                 tables.append(_to_host(arena.table[: arena.used], events))
                 arena.table[: arena.used] = arena.fresh[: arena.used]
         return Snapshot(step, full, sorted(seen, key=lambda pair: pair[1]), tables, events)
+
+
+def _nan_reaches_the_last(tensors: Sequence[Seen]) -> bool:
+    """Whether, on the host at once, the last tensor tells of a NaN in any: products and activations pass it on."""
+    ignored = any(isinstance(t.q, GroupedTensor) and getattr(t.q.format, "nan", "") == "ignore" for t in tensors)
+    return tensors[-1].role in ("output", "dx") and tensors[-1].x.device.type == "cpu" and not ignored
 
 
 def _room(arena: Arena, device: torch.device) -> int:

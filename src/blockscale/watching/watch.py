@@ -18,8 +18,8 @@ from rich.live import Live
 from torch import Tensor, nn
 
 from blockscale.ops import checks
+from blockscale.ops.tap import Seen
 from blockscale.report import Table, table_to_rich, to_jsonable, write_heatmaps_png, write_html
-from blockscale.tensors import GroupedTensor
 from blockscale.watching.attach import Filter, attach
 from blockscale.watching.findings import METRICS, RARE, Finding, find_first, find_past, measure
 from blockscale.watching.history import History
@@ -83,10 +83,15 @@ class Watch:
 
     # what layers call
 
-    def look(self, layer: str, role: str, x: Tensor, offsets: Tensor | None, q: GroupedTensor | None) -> None:
+    def look(self, layer: str, tensor: Seen, offsets: Tensor | None) -> None:
         """A tensor of the step at hand; not for users. Nothing of it is kept."""
-        if not self._paused and not self._closed and (self.full or role not in RARE):
-            self._slots.add(layer, role, x, offsets, q if self.full else None)
+        if not self._paused and not self._closed and (self.full or tensor.role not in RARE):
+            self._slots.add(layer, tensor, offsets, self.full)
+
+    def look_at_pass(self, layer: str, tensors: Sequence[Seen], offsets: Tensor) -> None:
+        """Tensors each of which is made of the one before; not for users."""
+        if not self._paused and not self._closed:
+            self._slots.add_pass(layer, tensors, offsets, self.full)
 
     def _begin(self, step: int) -> None:
         self._step, self.full = step, step % self._every == 0
@@ -218,7 +223,9 @@ class Watch:
         self._newest = snapshot.step
         self._find(snapshot, totals, any(bad))
         if self._log is not None:
-            lines = _lines(keys, measured.tolist(), [self._latest[key].experts for key in keys])
+            shown = range(len(keys)) if snapshot.full else [i for i, wrong in enumerate(bad) if wrong]
+            values = measured.tolist()
+            lines = [_line(keys[i], values[i], self._latest[keys[i]].experts) for i in shown]
             self._log.write("step", step=snapshot.step, rank=self.rank, full=snapshot.full, tensors=lines)
         if self._live is not None:
             self._live.update(table_to_rich(build_table(self._latest, self._newest)), refresh=True)
@@ -276,16 +283,10 @@ def _limits(stop: object) -> dict[str, float] | None:
     return limits
 
 
-def _lines(keys: list[tuple[str, str]], measured: list[list[float]], experts: list[tuple[int, ...]]) -> list[dict[str, Any]]:
-    """What the log says of each tensor; what is not known is left out."""
-    lines: list[dict[str, Any]] = []
-    for (layer, role), values, wrong in zip(keys, measured, experts, strict=True):
-        line: dict[str, Any] = {"layer": layer, "role": role}
-        line.update((name, value) for name, value in zip(METRICS, values, strict=True) if value == value)
-        if wrong:
-            line["experts"] = list(wrong)
-        lines.append(line)
-    return lines
+def _line(key: tuple[str, str], values: list[float], experts: tuple[int, ...]) -> dict[str, Any]:
+    """What the log says of a tensor; what is not known is left out."""
+    known = {name: value for name, value in zip(METRICS, values, strict=True) if value == value}
+    return {"layer": key[0], "role": key[1], **known, **({"experts": list(experts)} if experts else {})}
 
 
 def _rank() -> tuple[int, int]:
