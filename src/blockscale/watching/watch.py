@@ -63,13 +63,13 @@ class Watch:
             raise TypeError(f"model is {type(model).__name__}; a torch.nn.Module is needed")
         self._every = checks.count("every", every)
         self._limits = _limits(stop)
+        self._steps = 0
         self._begin(checks.count("first_step", first_step, 0))
         self._model = weakref.ref(model)
         self._slots, self._history = Slots(), History(_COLUMNS_KEPT)
         self._latest: dict[tuple[str, str], Latest] = {}
         self._pending: deque[Snapshot] = deque()
         self._paused = self._closed = False
-        self._steps = 0
         self._newest: int | None = None
         self.findings: list[Finding] = []
         self.rank, ranks = _rank()
@@ -94,7 +94,7 @@ class Watch:
             self._slots.add_pass(layer, tensors, offsets, self.full)
 
     def _begin(self, step: int) -> None:
-        self._step, self.full = step, step % self._every == 0
+        self._step, self.full = step, step % self._every == 0 or self._steps == 0
 
     # what users call
 
@@ -114,8 +114,8 @@ class Watch:
         if self._steps == 0:
             self._say_what_was_not_seen()
         self._pending.append(self._slots.take(self._step, self.full))
-        self._begin(self._step + 1)
         self._steps += 1
+        self._begin(self._step + 1)
         before = len(self.findings)
         self._drain(wait=self._limits is not None)
         stopped = [f for f in self.findings[before:] if self._limits and f.kind in self._limits]
