@@ -190,7 +190,6 @@ def _backward(
     r = parse_recipe(recipe)
     need_dx, need_dw, need_db, need_ds = needs
     dy_q = stages.quantize(dy, offsets, r.gradient, rowwise=need_dx, columnwise=need_dw, rng=rng)
-    watched = backward_tap(tap)
     dx, dw, db = (stages.empty(t) for t in (dy, weight, weight if bias is None else bias))
     ds = dy.new_empty(0, dtype=torch.float32)
     if need_dx:
@@ -198,11 +197,13 @@ def _backward(
     if need_dw:
         x_q = stages.saved_operand(saved, x, (dy.shape[0], weight.shape[2]), r.input, offsets)
         if queue is None:
-            dw = stages.wgrad_gemm(dy_q, x_q, offsets, weight, main_grads[0] if main_grads else None, watched)
+            dw = stages.wgrad_gemm(dy_q, x_q, offsets, weight, main_grads[0] if main_grads else None)
         else:
             find_queue(queue).put([waiting(0, dy_q, x_q, offsets)], copy)
-    if watched is not None:
+    if (watched := backward_tap(tap)) is not None:
         watched.see_pass([Seen("gradient", dy, dy_q), *([Seen("dx", dx)] if need_dx else [])], offsets)
+        if need_dw and queue is None:
+            watched.see_weight("dw", main_grads[0] if main_grads else dw)
     if need_db and bias is not None:
         db = stages.bias_grad(dy, offsets, bias_scale).to(bias.dtype)
     if need_ds and bias is not None:

@@ -49,6 +49,12 @@ class MLPTensors:
         if self.tap is not None:
             self.tap.see_pass([t for t in tensors if t is not None], self.offsets)
 
+    def see_gradients(self, dws: tuple[Tensor, Tensor], made: tuple[bool, bool]) -> None:
+        """Show the weight gradients that were made, or the main_grads that they were added to."""
+        for i in (0, 1):
+            if self.tap is not None and made[i]:
+                self.tap.see_weight(f"dw{i + 1}", self.main_grads[i] if self.main_grads else dws[i])
+
     def shown(self, index: int, r: Recipe) -> stages.Operand:
         """w1 (index 0) or w2 (1) as forward multiplies it, shown to whoever watches."""
         q = self.quantized(index, r, "rowwise")
@@ -125,8 +131,7 @@ def backward_step(
     def wgrad(index: int, dy_q: stages.Operand, x_q: stages.Operand) -> Tensor:
         w = (t.w1, t.w2)[index]
         if delayed is None:
-            main_grad = t.main_grads[index] if t.main_grads else None
-            return stages.wgrad_gemm(dy_q, x_q, t.offsets, w, main_grad, t.tap, f"dw{index + 1}")
+            return stages.wgrad_gemm(dy_q, x_q, t.offsets, w, t.main_grads[index] if t.main_grads else None)
         delayed.append(waiting(index, dy_q, x_q, t.offsets))
         return stages.empty(w)
 
@@ -151,6 +156,7 @@ def backward_step(
         t.see(Seen("gradient", dy, dy_q), Seen("da", da), Seen("dh", dh, dh_q), Seen("dx", dx) if n.x else None)
     else:
         t.see(Seen("gradient", dy, dy_q))
+    t.see_gradients((dw1, dw2), (n.w1 and delayed is None, n.w2 and delayed is None))
     return dx, dw1, dw2, ds, db1, db2
 
 

@@ -14,7 +14,6 @@ from blockscale.activations import parse as parse_activation
 from blockscale.formats import Format
 from blockscale.ops import backend
 from blockscale.ops.activation import run_backward, run_forward
-from blockscale.ops.tap import Tap
 from blockscale.reference import grouped_gemm as gemm_reference
 from blockscale.tensors import GroupedTensor, Plane, planes_from_list
 
@@ -69,13 +68,9 @@ def dgrad_gemm(dy: Operand, w: Operand, offsets: Tensor, dtype: torch.dtype) -> 
     return backend.rows_by_weight(dy, w, offsets, dy.shape[0], transpose=False, out_dtype=dtype)
 
 
-def wgrad_gemm(
-    dy: Operand, x: Operand, offsets: Tensor, w: Tensor, main_grad: Tensor | None, tap: Tap | None = None, role: str = "dw"
-) -> Tensor:
+def wgrad_gemm(dy: Operand, x: Operand, offsets: Tensor, w: Tensor, main_grad: Tensor | None) -> Tensor:
     """dW = dy^T x in w's dtype; with a main_grad it is added there in float32 instead, and the result is empty."""
     dw = backend.wgrad(dy, x, offsets, dy.shape[0])
-    if tap is not None:
-        tap.see_weight(role, dw)
     if main_grad is None:
         return dw.to(w.dtype)
     main_grad.add_(dw)

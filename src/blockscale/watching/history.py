@@ -16,10 +16,11 @@ Key = tuple[str, str]
 
 @dataclass
 class Column:
-    """Steps ``first`` to ``last`` and the metrics of each tensor; NaN: not known."""
+    """Steps ``first`` to ``last`` and the metrics of each tensor; NaN: not known. ``full``: one of them was a full step."""
 
     first: int
     last: int
+    full: bool
     values: torch.Tensor  # float32 (keys known then, metrics)
 
 
@@ -31,12 +32,12 @@ class History:
     keys: dict[Key, int] = field(default_factory=dict)
     columns: list[Column] = field(default_factory=list)
 
-    def add(self, step: int, keys: list[Key], measured: torch.Tensor) -> None:
+    def add(self, step: int, full: bool, keys: list[Key], measured: torch.Tensor) -> None:
         """One more step: the metrics (K, METRICS) of these tensors."""
         index = [self.keys.setdefault(key, len(self.keys)) for key in keys]
         values = torch.full((len(self.keys), len(METRICS)), torch.nan)
         values[index] = measured.float()
-        self.columns.append(Column(step, step, values))
+        self.columns.append(Column(step, step, full, values))
         if len(self.columns) > self.limit:
             pairs = zip(self.columns[::2], self.columns[1::2], strict=False)
             odd = self.columns[-1:] if len(self.columns) % 2 else []
@@ -55,4 +56,4 @@ def _merged(a: Column, b: Column) -> Column:
     values = b.values.clone()
     rows = a.values.shape[0]
     values[:rows] = torch.fmax(a.values, values[:rows])
-    return Column(a.first, b.last, values)
+    return Column(a.first, b.last, a.full or b.full, values)

@@ -33,6 +33,7 @@ _COLUMNS = (
     Column("layer", "layer", align="left"),
     Column("role", "role", align="left"),
     Column("format", "format", align="left"),
+    Column("step", "step"),
     Column("nan", "NaN", show.count),
     Column("inf", "Inf", show.count),
     Column("experts", "in experts", align="left"),
@@ -47,13 +48,14 @@ _COLUMNS = (
 class Latest:
     """What is known of one tensor: of the newest step, and of the newest one in which its scales were looked at."""
 
+    step: int = 0
     format: str | None = None
     experts: tuple[int, ...] = ()
     measured: list[float] = field(default_factory=lambda: [math.nan] * len(METRICS))
 
-    def update(self, fmt: str | None, experts: tuple[int, ...], measured: list[float]) -> None:
+    def update(self, step: int, fmt: str | None, experts: tuple[int, ...], measured: list[float]) -> None:
         """A newer step; what it does not know stays."""
-        self.format, self.experts = fmt or self.format, experts
+        self.step, self.format, self.experts = step, fmt or self.format, experts
         self.measured = [old if new != new else new for old, new in zip(self.measured, measured, strict=True)]
 
 
@@ -65,14 +67,15 @@ def build_table(latest: dict[Key, Latest], step: int | None, roles: Sequence[str
             continue
         known = {n: None if v != v else 100 * v if n in _SHARES else v for n, v in zip(METRICS, found.measured, strict=True)}
         experts = ", ".join(map(str, found.experts[:6])) + (" ..." if len(found.experts) > 6 else "")
-        row = {"layer": layer, "role": role, "format": found.format, "experts": experts or None}
+        row = {"layer": layer, "role": role, "format": found.format, "experts": experts or None, "step": found.step}
         rows.append({**row, **known})
-    title = "nothing seen yet" if step is None else f"step {step}"
-    return Table(title, _COLUMNS, rows, note="Saturated, underflow and spread: of the newest step in which scales were looked at.")
+    title = "nothing seen yet" if step is None else f"after step {step}"
+    note = "step: when the tensor was looked at last; saturated, underflow and spread: of the last full step"
+    return Table(title, _COLUMNS, rows, note=note)
 
 
 def build_heatmap(history: History, metric: str, role: str | None) -> HeatMap:
-    """Layer by step; of a layer's roles the worst, or the one that is named.
+    """Layer by step; of a layer's roles the worst, or the one that is named. NaNs and infinities: every step; else full steps.
 
     Raises:
         ValueError: no such metric or role.
@@ -82,8 +85,11 @@ def build_heatmap(history: History, metric: str, role: str | None) -> HeatMap:
     keys = [key for key in history.keys if role is None or key[1] == role]
     if role is not None and not keys:
         raise ValueError(f"role={role!r} was not seen; seen: {', '.join(sorted({r for _, r in history.keys}))}")
-    layers = list(dict.fromkeys(layer for layer, _ in keys))
-    grid = history.grid(metric)
+    alarm = metric in ("nan", "inf")
+    kept = [i for i, column in enumerate(history.columns) if alarm or column.full]
+    grid = history.grid(metric)[:, kept]
+    known = {key for key in keys if not bool(grid[history.keys[key]].isnan().all())}
+    layers = list(dict.fromkeys(layer for layer, role in keys if (layer, role) in known))
     if metric in _SHARES:
         grid = 100 * grid
     elif metric == "amax":
@@ -95,10 +101,10 @@ def build_heatmap(history: History, metric: str, role: str | None) -> HeatMap:
             if key[0] == layer:
                 row = torch.fmax(row, grid[history.keys[key]])
         values.append([None if v != v else v for v in row.tolist()])
-    columns = [str(c.first) if c.first == c.last else f"{c.first}-{c.last}" for c in history.columns]
+    columns = [str(c.first) if c.first == c.last else f"{c.first}-{c.last}" for c in (history.columns[i] for i in kept)]
     title = f"{_TITLES[metric]}, {'the worst role of each layer' if role is None else f'role {role}'}"
     low = None if metric in ("amax", "spread") else 0.0
-    return HeatMap(f"heatmap-{metric}", title, layers, columns, values, low=low, alarm=metric in ("nan", "inf"))
+    return HeatMap(f"heatmap-{metric}", title, layers, columns, values, low=low, alarm=alarm)
 
 
 def build_page(maps: Sequence[HeatMap], words: str, table: Table) -> Report:

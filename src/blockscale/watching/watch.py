@@ -218,8 +218,8 @@ class Watch:
         for (slot, _), key, values, wrong in zip(snapshot.slots, keys, measured.tolist(), bad, strict=True):
             rows = snapshot.rows(slot)[:, :2].sum(1) if wrong and slot.groups > 1 else None
             experts = () if rows is None else tuple(rows.nonzero()[:, 0].tolist())
-            self._latest.setdefault(key, Latest()).update(slot.format, experts, values)
-        self._history.add(snapshot.step, keys, measured)
+            self._latest.setdefault(key, Latest()).update(snapshot.step, slot.format, experts, values)
+        self._history.add(snapshot.step, snapshot.full, keys, measured)
         self._newest = snapshot.step
         self._find(snapshot, totals, any(bad))
         if self._log is not None:
