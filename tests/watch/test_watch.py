@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import math
 import threading
 import weakref
@@ -59,7 +60,7 @@ def test_a_nan_in_one_experts_activation(recipe, every, value, monkeypatch):
 
     def planted(h, offsets, probs, act):
         a = activation(h, offsets, probs, act)
-        if now and now[-1] == 3 and not torch._C._current_graph_task_id() != -1:
+        if now and now[-1] == 3 and torch._C._current_graph_task_id() == -1:
             a[int(offsets[4]), 5] = value
         return a
 
@@ -170,10 +171,10 @@ def test_the_same_bits_and_every_role(kind, recipe, options):
             layer.backward_dw()
     watch.step()
     assert_all_same(grads(module), grads(plain))
-    calls = {key: 2 for key in watch._latest}
+    calls = dict.fromkeys(watch._latest, 2)
     want = MLP_ROLES if kind in ("mlp", "moe") else ["input", "weight", "output", "gradient", "dx", "dw"]
     name = "experts" if kind == "moe" else watch.layers[0]
-    assert sorted(role for layer, role in calls if layer == name) == sorted(want)
+    assert sorted(role for layer, role in watch._latest if layer == name) == sorted(want)
     assert set(want) <= set(ROLES)
     assert not watch.findings
 
@@ -236,7 +237,7 @@ def test_threads_do_not_mix():
         t.join()
     alone = bs.watch(nets[0], every=1)
     assert all(len(w._history.columns) == 4 and not w.findings for w in watches)
-    for a, b in zip(watches, watches[1:], strict=False):
+    for a, b in itertools.pairwise(watches):
         assert torch.equal(a._history.grid("amax").nan_to_num(), b._history.grid("amax").nan_to_num())
     alone.close()
 
@@ -274,11 +275,17 @@ def test_a_forgotten_watch_hears_nothing_and_no_tensor_is_kept():
 
 def test_an_error_in_the_step_still_finds_the_nan(tmp_path):
     net = Net(RECIPES["mxfp8"])
-    with pytest.raises(ZeroDivisionError), bs.watch(net, log=tmp_path / "w.jsonl") as watch:
-        train(net, watch, 2)
-        net.norm.weight.data[0] = math.nan
-        net(normal(96, 32, seed=0))
-        raise ZeroDivisionError
+    watch = bs.watch(net, log=tmp_path / "w.jsonl")
+
+    def night():
+        with watch:
+            train(net, watch, 2)
+            net.norm.weight.data[0] = math.nan
+            net(normal(96, 32, seed=0))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        night()
     assert (watch.first_nan.step, watch.first_nan.layer) == (2, "head")
     assert [e["event"] for e in read_log(tmp_path / "w.jsonl")] == ["start", "step", "step", "finding", "step", "end"]
 
@@ -303,7 +310,7 @@ def test_compiled(backend):
     watch = bs.watch(net, every=1)
     compiled = torch.compile(net, backend=backend, fullgraph=True)
     train(net, watch, 3, lambda k: k == 2 and net.moe.experts.fc2.weight.data[3].fill_(math.nan), run=compiled)
-    keys = [key for key in watch._history.keys]
+    keys = list(watch._history.keys)
     assert {layer for layer, _ in keys} == {"first", "moe.router", "moe.experts", "norm", "head"}
     assert {role for layer, role in keys if layer == "head"} == {"input", "output", "gradient"}
     assert sorted(role for layer, role in keys if layer == "moe.experts") == sorted(MLP_ROLES)

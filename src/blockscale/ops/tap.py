@@ -84,10 +84,11 @@ def backward_tap(ticket: Tensor | None) -> Tap | None:
     return None if ticket is None else tickets.find_living(ticket, Tap)
 
 
-def _see(x: Tensor, ticket: Tensor, role: int) -> None:
+def _see(x: Tensor | None, ticket: Tensor, role: int) -> None:
     ticket[1] += 1  # a mutation, so that no compiler takes the call for useless
     tap = backward_tap(ticket)
-    if tap is not None and not (recomputing() and PLAIN_ROLES[role] != "gradient"):
+    # a compiled backward hands over None as the gradient of an output that nothing used
+    if x is not None and tap is not None and not (recomputing() and PLAIN_ROLES[role] != "gradient"):
         tap.see(PLAIN_ROLES[role], x)
 
 

@@ -231,15 +231,16 @@ class Watch:
             self._live.update(table_to_rich(build_table(self._latest, self._newest)), refresh=True)
 
     def _find(self, snapshot: Snapshot, totals: Tensor, bad: bool) -> None:
-        for kind, known in (("nan", self.first_nan), ("inf", self.first_inf)) if bad else ():
-            found = None if known else find_first(snapshot, totals, kind, self.rank)
-            if found is not None:
-                self._add(found)
+        missing = [kind for kind, known in (("nan", self.first_nan), ("inf", self.first_inf)) if bad and not known]
+        found_now = [f for kind in missing if (f := find_first(snapshot, totals, kind, self.rank))]
+        order = {(slot.layer, slot.role): n for n, (slot, _) in enumerate(snapshot.slots)}
+        for found in sorted(found_now, key=lambda f: order[f.layer, f.role]):
+            self._add(found)
         for metric, limit in (self._limits or {}).items():
             if metric not in ("nan", "inf") and not any(f.kind == metric for f in self.findings):
-                found = find_past(snapshot, metric, limit, self.rank)
-                if found is not None:
-                    self._add(found)
+                past = find_past(snapshot, metric, limit, self.rank)
+                if past is not None:
+                    self._add(past)
 
     def _add(self, found: Finding) -> None:
         self.findings.append(found)
