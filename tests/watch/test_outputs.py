@@ -193,23 +193,6 @@ def test_train_command(tmp_path):
     data.write_text("alpha = beta + gamma\n" * 3000)
     small = ["--batch=2", "--context=32", "--layers=1", "--width=32", "--experts=4", "--intermediate=32"]
     small += ["--recipe=bf16,mxfp8", "--steps=4"]
-        "--batch",
-        "2",
-        "--context",
-        "32",
-        "--layers",
-        "1",
-        "--width",
-        "32",
-        "--experts",
-        "4",
-        "--intermediate",
-        "32",
-        "--recipe",
-        "bf16,mxfp8",
-        "--steps",
-        "4",
-    ]
     command = ["train", "--watch", "--data", str(data), "--out", str(tmp_path / "out"), *small]
     result = CliRunner().invoke(app, command)
     assert result.exit_code in (0, 1), result.output

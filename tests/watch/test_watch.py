@@ -171,7 +171,6 @@ def test_the_same_bits_and_every_role(kind, recipe, options):
             layer.backward_dw()
     watch.step()
     assert_all_same(grads(module), grads(plain))
-    calls = dict.fromkeys(watch._latest, 2)
     want = MLP_ROLES if kind in ("mlp", "moe") else ["input", "weight", "output", "gradient", "dx", "dw"]
     name = "experts" if kind == "moe" else watch.layers[0]
     assert sorted(role for layer, role in watch._latest if layer == name) == sorted(want)
