@@ -44,8 +44,8 @@ def test_counters_are_the_cpus_and_need_no_sync(recipe, no_sync):
     assert torch.equal(totals[0][1], totals[1][1])
 
 
-def test_the_first_nan_is_named(recipe="mxfp8"):
-    mlp = bs.nn.GroupedMLP(4, 32, 64, recipe=RECIPES[recipe], device="cuda")
+def test_the_first_nan_is_named():
+    mlp = bs.nn.GroupedMLP(4, 32, 64, recipe=RECIPES["mxfp8"], device="cuda")
     sizes, watch = torch.tensor([10, 0, 20, 30], device="cuda"), bs.watch(mlp, every=3)
     for k in range(4):
         x = normal(60, 32, seed=k).cuda()
