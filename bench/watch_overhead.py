@@ -1,11 +1,11 @@
 """What ``bs.watch`` costs a step of the CPU training job: the same step with and without it, in turn.
 
-    python bench/watch_overhead.py [--steps 60] [--every 10] [--recipes bf16,mxfp8,nvfp4,fp8block] [--out bench/results]
+    python bench/watch_overhead.py [--steps 60] [--every 20] [--recipes bf16,mxfp8,nvfp4,fp8block] [--out bench/results]
 
 Two models with the same weights take the same batches; which goes first alternates. A step is the job's: forward, backward,
 clipping, AdamW; with the watch, its ``step()`` and a JSON-lines log too. Reported: the median of the paired differences
-over the median step, for wall time and for processor time (which other work on the machine disturbs less), with a 95 %
-interval by bootstrap.
+over the median step, full steps and those between weighted as they occur, for wall time and for processor time (which
+other work on the machine disturbs less), with a 95 % interval by bootstrap.
 """
 
 from __future__ import annotations
@@ -85,27 +85,35 @@ def measure(recipe: str, steps: int, every: int, warmup: int = 3) -> dict[str, A
                 torch.manual_seed(n)  # stochastic rounding draws from it
                 times[arm] = arm.step(*batch)
             if n >= warmup:
-                pairs.append((times[plain], times[watched]))
+                pairs.append((times[plain], times[watched], n % every == 0))
         watched.watch.close()
     same = all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), watched.model.parameters(), strict=True))
     if not same:
         raise RuntimeError(f"{recipe}: the watched model ended with other weights")
     found: dict[str, Any] = {"recipe": recipe, "every": every, "steps": steps, "same_bits": same}
-    found["step_ms"] = 1e3 * statistics.median(p[0] for p, _ in pairs)
+    found["step_ms"] = 1e3 * statistics.median(p[0] for p, _, _ in pairs)
     for index, name in ((0, "wall"), (1, "cpu")):
-        found[f"{name}_percent"], found[f"{name}_low"], found[f"{name}_high"] = overhead([(p[index], w[index]) for p, w in pairs])
+        sample = [(p[index], w[index], full) for p, w, full in pairs]
+        found[f"{name}_percent"], found[f"{name}_low"], found[f"{name}_high"] = overhead(sample, every)
     return found
 
 
-def overhead(pairs: list[tuple[float, float]]) -> tuple[float, float, float]:
-    """(estimate, low, high) in percent."""
+Pair = tuple[float, float, bool]
 
-    def estimate(sample: list[tuple[float, float]]) -> float:
-        return 100 * statistics.median(w - p for p, w in sample) / statistics.median(p for p, _ in sample)
+
+def overhead(pairs: list[Pair], every: int) -> tuple[float, float, float]:
+    """(estimate, low, high) in percent, of (plain, watched, a full step or not)."""
+    kinds = [[pair for pair in pairs if pair[2] == full] for full in (False, True)]
+
+    def estimate(light: list[Pair], full: list[Pair]) -> float:
+        costs = [statistics.median(w - p for p, w, _ in kind) if kind else None for kind in (light, full)]
+        light_cost, full_cost = (c if c is not None else costs[1 - i] for i, c in enumerate(costs))
+        cost = ((every - 1) * light_cost + full_cost) / every
+        return 100 * cost / statistics.median(p for p, _, _ in light + full)
 
     draw = random.Random(0)
-    drawn = sorted(estimate(draw.choices(pairs, k=len(pairs))) for _ in range(1000))
-    return estimate(pairs), drawn[25], drawn[974]
+    drawn = sorted(estimate(*(draw.choices(k, k=len(k)) if k else [] for k in kinds)) for _ in range(1000))
+    return estimate(*kinds), drawn[25], drawn[974]
 
 
 def commit() -> str:
@@ -120,7 +128,7 @@ def main() -> None:
     """Measure and write."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--steps", type=int, default=60)
-    options.add_argument("--every", type=int, default=10)
+    options.add_argument("--every", type=int, default=20)
     options.add_argument("--recipes", default="bf16,mxfp8,nvfp4,fp8block")
     options.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     chosen = options.parse_args()

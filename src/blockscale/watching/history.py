@@ -37,7 +37,16 @@ class History:
         index = [self.keys.setdefault(key, len(self.keys)) for key in keys]
         values = torch.full((len(self.keys), len(METRICS)), torch.nan)
         values[index] = measured.float()
-        self.columns.append(Column(step, step, full, values))
+        self._append(Column(step, step, full, values))
+
+    def add_clean(self, step: int) -> None:
+        """One more step: no NaN and no infinity in any tensor, the rest not known."""
+        values = torch.full((len(self.keys), len(METRICS)), torch.nan)
+        values[:, :2] = 0
+        self._append(Column(step, step, False, values))
+
+    def _append(self, column: Column) -> None:
+        self.columns.append(column)
         if len(self.columns) > self.limit:
             pairs = zip(self.columns[::2], self.columns[1::2], strict=False)
             odd = self.columns[-1:] if len(self.columns) % 2 else []

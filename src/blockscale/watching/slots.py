@@ -70,6 +70,10 @@ class Snapshot:
         for event in self.events:
             event.synchronize()
 
+    def clean(self) -> bool:
+        """Whether there is no NaN and no infinity."""
+        return not any(bool((table[:, :2] > 0).any()) for table in self.tables)
+
     def rows(self, slot: Slot) -> Tensor:
         """float64 (G, F) of one slot."""
         return self.tables[slot.arena][slot.start : slot.start + slot.groups]

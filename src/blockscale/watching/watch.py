@@ -51,7 +51,7 @@ class Watch:
         self,
         model: nn.Module,
         *,
-        every: int = 10,
+        every: int = 20,
         filter: Filter | None = None,
         plain: bool = True,
         stop: str | Sequence[str] | Mapping[str, float] | None = None,
@@ -211,6 +211,11 @@ class Watch:
             self._arrived(snapshot)
 
     def _arrived(self, snapshot: Snapshot) -> None:
+        self._newest = snapshot.step
+        if not snapshot.full and not self._limits and snapshot.clean():
+            self._history.add_clean(snapshot.step)
+            self._write("step", step=snapshot.step, rank=self.rank, full=False, tensors=[])
+            return
         totals = snapshot.totals()
         measured = measure(totals, snapshot.full)
         keys = [(slot.layer, slot.role) for slot, _ in snapshot.slots]
@@ -220,7 +225,6 @@ class Watch:
             experts = () if rows is None else tuple(rows.nonzero()[:, 0].tolist())
             self._latest.setdefault(key, Latest()).update(snapshot.step, slot.format, experts, values)
         self._history.add(snapshot.step, snapshot.full, keys, measured)
-        self._newest = snapshot.step
         self._find(snapshot, totals, any(bad))
         if self._log is not None:
             shown = range(len(keys)) if snapshot.full else [i for i, wrong in enumerate(bad) if wrong]
@@ -299,7 +303,7 @@ def _rank() -> tuple[int, int]:
 def watch(
     model: nn.Module,
     *,
-    every: int = 10,
+    every: int = 20,
     filter: Filter | None = None,
     plain: bool = True,
     stop: str | Sequence[str] | Mapping[str, float] | None = None,
