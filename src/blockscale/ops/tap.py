@@ -24,6 +24,9 @@ PLAIN_ROLES = ("input", "output", "gradient")
 class Listener(Protocol):
     """Somebody who watches a layer."""
 
+    def wants(self, role: str) -> bool:
+        """Whether a tensor of this role would be looked at now."""
+
     def see(self, tensor: Seen, offsets: Tensor | None) -> None:
         """Look at a tensor, its rows grouped by ``offsets`` (None: one group, any shape)."""
 
@@ -52,6 +55,10 @@ class Tap(tickets.Ticketed):
         super().__init__()
         self.listeners: tuple[Listener, ...] = ()
 
+    def wants(self, role: str) -> bool:
+        """Whether anybody would look."""
+        return any(listener.wants(role) for listener in self.listeners)
+
     def see(self, role: str, x: Tensor, offsets: Tensor | None = None, q: object = None) -> None:
         """Hand a tensor to every listener. ``q``: the operand made of x; a quantized one has scales to look at."""
         for listener in self.listeners:
@@ -64,6 +71,8 @@ class Tap(tickets.Ticketed):
 
     def see_weight(self, role: str, w_GNK: Tensor, q: object = None) -> None:
         """Hand over weights or their gradients, a group each."""
+        if not self.wants(role):
+            return
         G, N, K = w_GNK.shape
         offsets = q.offsets if isinstance(q, GroupedTensor) else torch.arange(G + 1, device=w_GNK.device) * N
         self.see(role, w_GNK.reshape(G * N, K), offsets, q)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from blockscale import nn as layers
 from blockscale.ops.tap import Seen, Tap, recomputing, see
+from blockscale.watching.findings import RARE
 
 #: "blocks.3.*", several of them, or a function of the name and the module
 Filter = str | list[str] | tuple[str, ...] | Callable[[str, nn.Module], bool]
@@ -47,10 +48,15 @@ class Report:
     def __init__(self, watcher: Watcher, layer: str, rare: frozenset[str] = frozenset()) -> None:
         self._watcher, self._layer, self._rare = weakref.ref(watcher), layer, rare
 
+    def wants(self, role: str) -> bool:
+        """Whether a tensor of this role would be looked at now."""
+        watcher = self._watcher()
+        return watcher is not None and (watcher.full or role not in self._rare)
+
     def see(self, tensor: Seen, offsets: Tensor | None) -> None:
         """Pass a tensor on."""
         watcher = self._watcher()
-        if watcher is not None and (watcher.full or tensor.role not in self._rare):
+        if watcher is not None and self.wants(tensor.role):
             watcher.look(self._layer, tensor, offsets)
 
     def see_pass(self, tensors: Sequence[Seen], offsets: Tensor) -> None:
@@ -106,7 +112,9 @@ def _rare(kind: str, kinds: set[str]) -> frozenset[str]:
     A NaN that comes to a norm or an activation reaches the output of the product behind it, one that comes back to a product
     the gradient of what stands before it: between full steps it is enough to look there, where there are both.
     """
-    if kind in ("own", "router"):
+    if kind == "own":
+        return RARE
+    if kind == "router":
         return frozenset()
     if kind == "product":
         return frozenset({"input", "gradient"} if kinds & {"own", "other"} else {"input"})
@@ -141,14 +149,20 @@ def _hook(module: nn.Module, report: Report) -> Callable[[], None]:
     tap = Tap()
     tap.listeners = (report,)
 
+    def wants(role: str) -> bool:  # a compiled graph serves every step
+        return torch.compiler.is_compiling() or report.wants(role)
+
     def before(module: nn.Module, args: Any) -> None:
-        for x in _tensors(args):
-            _show(x, tap, "input")
+        if wants("input"):
+            for x in _tensors(args):
+                _show(x, tap, "input")
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        for y in _tensors(output):
-            _show(y, tap, "output")
-            if y.requires_grad and torch.is_grad_enabled():
+        seen, gradients = wants("output"), wants("gradient")
+        for y in _tensors(output) if seen or gradients else ():
+            if seen:
+                _show(y, tap, "output")
+            if gradients and y.requires_grad and torch.is_grad_enabled():
                 y.register_hook(lambda gradient: _show(gradient, tap, "gradient"))
 
     handles = [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
@@ -169,5 +183,6 @@ def _show(x: Tensor, tap: Tap, role: str) -> None:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    leaves = (tree,) if isinstance(tree, Tensor) else tree_leaves(tree)
+    flat = (tree,) if isinstance(tree, Tensor) else tree
+    leaves = flat if isinstance(flat, tuple) and all(isinstance(x, Tensor) for x in flat) else tree_leaves(flat)
     return [x for x in leaves if isinstance(x, Tensor) and x.dtype in _FLOATS]

@@ -21,7 +21,7 @@ from blockscale.ops import checks
 from blockscale.ops.tap import Seen
 from blockscale.report import Table, table_to_rich, to_jsonable, write_heatmaps_png, write_html
 from blockscale.watching.attach import Filter, attach
-from blockscale.watching.findings import METRICS, RARE, Finding, find_first, find_past, measure
+from blockscale.watching.findings import METRICS, Finding, find_first, find_past, measure
 from blockscale.watching.history import History
 from blockscale.watching.log import Log, ranked
 from blockscale.watching.show import Latest, build_heatmap, build_page, build_table, in_words
@@ -85,7 +85,7 @@ class Watch:
 
     def look(self, layer: str, tensor: Seen, offsets: Tensor | None) -> None:
         """A tensor of the step at hand; not for users. Nothing of it is kept."""
-        if not self._paused and not self._closed and (self.full or tensor.role not in RARE):
+        if not self._paused and not self._closed:
             self._slots.add(layer, tensor, offsets, self.full)
 
     def look_at_pass(self, layer: str, tensors: Sequence[Seen], offsets: Tensor) -> None:
