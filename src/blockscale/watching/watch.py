@@ -313,15 +313,21 @@ def watch(
 ) -> Watch:
     """Watch every tensor that passes through the layers of a model, forward and backward, without a wait for the device.
 
-    Call ``.step()`` at the end of each step. NaNs, infinities and the largest magnitude are counted in every step, for each
-    tensor and expert: :meth:`Watch.report` names the step, layer, role and expert where the first NaN appeared. Layers of
-    blockscale show all their tensors (see ``blockscale.watching.findings.ROLES``), any other module without children its
-    inputs, outputs and the gradients of its outputs. Results do not change by a bit (under ``torch.compile``, a compiler may
-    fuse plain modules differently around what is looked at). Recomputed forward passes are not counted again.
+    Call ``.step()`` at the end of each step; :meth:`Watch.report` names the step, layer, role and expert where the first NaN
+    appeared. Layers of blockscale show all their tensors (see ``blockscale.watching.ROLES``), any other module without
+    children its inputs, outputs and the gradients of its outputs.
+
+    A *full* step (the first, and each ``every``-th) looks at everything. Between them a NaN is still found in its step, from
+    fewer tensors: on the CPU a pass of a blockscale layer by its last tensor, then by all of them if that is not finite;
+    weights and their gradients not; other modules by the outputs of products and the gradients of norms and activations,
+    which a NaN reaches. An infinity that a format saturates (NVFP4, FP8) shows in full steps only.
+
+    Results do not change by a bit (under ``torch.compile``, a compiler may fuse plain modules differently around what is
+    looked at). Recomputed forward passes are not counted again.
 
     Args:
         model: any module. One may be watched by several at once.
-        every: scales are looked at in each ``every``-th step (saturated and underflowed elements and blocks, spread).
+        every: steps from one full step to the next; scales (saturated and underflowed elements, spread) are looked at there.
         filter: layers to watch: a pattern such as "blocks.3.*", several, or a function of name and module. None: all.
         plain: watch modules that are not blockscale's too.
         stop: raise :class:`WatchStop` at the end of a step with a "nan", an "inf", either ``("nan", "inf")``, or with a tensor
