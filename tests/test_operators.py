@@ -19,6 +19,7 @@ from support import RECIPES, assert_all_same, normal, offsets_of
 from torch.library import opcheck
 
 import blockscale as bs
+from blockscale.ops.tap import Tap
 from blockscale.ops.weight_cache import WeightCache
 from blockscale.ops.wgrad_queue import WgradQueue
 
@@ -147,37 +148,37 @@ def activation_backward_quantize(s):
 
 
 # alive while the operators that hold their tickets run
-CACHES, QUEUE = (WeightCache(), WeightCache()), WgradQueue()
+CACHES, QUEUE, TAP = (WeightCache(), WeightCache()), WgradQueue(), Tap()
 
 
 def grouped_linear(s):
     for recipe in FEW:
-        yield s.leaf("x"), s.leaf("w1"), s.offsets, s.leaf("b1"), s.leaf("probs"), RNG, [], None, None, recipe.spec(), True
+        yield s.leaf("x"), s.leaf("w1"), s.offsets, s.leaf("b1"), s.leaf("probs"), RNG, [], None, None, recipe.spec(), True, None
     main = [torch.ones_like(s.w1)]
-    yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, None, main, None, None, RECIPES["mxfp8"].spec(), True
-    yield s.x, s.w1, s.offsets, None, None, None, [], None, None, RECIPES["fp8_block"].spec(), False
+    yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, None, main, None, None, RECIPES["mxfp8"].spec(), True, None
+    yield s.x, s.w1, s.offsets, None, None, None, [], None, None, RECIPES["fp8_block"].spec(), False, None
     tickets = CACHES[0].ticket, QUEUE.ticket.clone()
-    yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, None, [], *tickets, RECIPES["mxfp8"].spec(), True
+    yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, None, [], *tickets, RECIPES["mxfp8"].spec(), True, TAP.ticket
 
 
 def grouped_linear_backward(s):
     for recipe in FEW:
-        saved = OPS.grouped_linear(s.x, s.w1, s.offsets, None, None, None, [], None, None, recipe.spec(), True)[1:]
+        saved = OPS.grouped_linear(s.x, s.w1, s.offsets, None, None, None, [], None, None, recipe.spec(), True, None)[1:]
         x = s.x if recipe.input is None else None
         tensors = s.h, x, saved, s.w1, s.offsets, s.b1, s.probs, RNG
         for main, needs in (([], [True] * 4), ([torch.ones_like(s.w1)], [False, True, False, False])):
-            yield *tensors, main, None, None, recipe.spec(), False, needs
-        yield *tensors, [], CACHES[0].ticket, QUEUE.ticket.clone(), recipe.spec(), True, [True] * 4
+            yield *tensors, main, None, None, recipe.spec(), False, needs, None
+        yield *tensors, [], CACHES[0].ticket, QUEUE.ticket.clone(), recipe.spec(), True, [True] * 4, TAP.ticket
 
 
 def grouped_mlp(s):
     for recipe in FEW:
         leaves = [s.leaf(n) for n in ("x", "w1", "w2", "probs", "b1", "b2")]
-        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], [], None, recipe.spec(), "swiglu", 4, True, False
+        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], [], None, recipe.spec(), "swiglu", 4, True, False, None
         tickets = [c.ticket for c in CACHES], QUEUE.ticket.clone()
-        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], *tickets, recipe.spec(), "swiglu", 4, True, True
+        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], *tickets, recipe.spec(), "swiglu", 4, True, True, TAP.ticket
     main, tensors = [torch.ones_like(s.w1), torch.ones_like(s.w2)], (s.leaf("x"), s.leaf("w1"), s.leaf("w2"), s.offsets)
-    yield *tensors, None, None, None, None, main, [], None, RECIPES["mxfp8"].spec(), "situ", 0, True, False
+    yield *tensors, None, None, None, None, main, [], None, RECIPES["mxfp8"].spec(), "situ", 0, True, False, None
 
 
 def grouped_mlp_backward(s):
@@ -185,15 +186,21 @@ def grouped_mlp_backward(s):
         args = s.x, s.w1, s.w2, s.offsets, s.probs, s.b1, s.b2, None, [], [], None, recipe.spec(), "swiglu", 0, True
         x = s.x if recipe.input is None else None
         others = (s.w1, s.w2, s.offsets, s.probs, s.b1, s.b2, RNG)
-        _, h, *saved = OPS.grouped_mlp(*args, False)
+        _, h, *saved = OPS.grouped_mlp(*args, False, None)
         for main, needs in (
             ([], [True] * 6),
             ([torch.ones_like(s.w1), torch.ones_like(s.w2)], [False, True, True, False, False, True]),
         ):
-            yield s.dy, x, h, saved, *others, main, [], None, recipe.spec(), "swiglu", 0, False, needs
+            yield s.dy, x, h, saved, *others, main, [], None, recipe.spec(), "swiglu", 0, False, needs, None
         tickets = [c.ticket for c in CACHES], QUEUE.ticket.clone()
-        saved = OPS.grouped_mlp(*args, True)[1:]
-        yield s.dy, x, None, saved, *others, [], *tickets, recipe.spec(), "swiglu", 0, True, [True] * 6
+        saved = OPS.grouped_mlp(*args, True, None)[1:]
+        yield s.dy, x, None, saved, *others, [], *tickets, recipe.spec(), "swiglu", 0, True, [True] * 6, TAP.ticket
+
+
+def see(s):
+    yield s.x, TAP.ticket.clone(), 0
+    yield s.leaf("x"), TAP.ticket.clone(), 2
+    yield s.x, torch.tensor([-1, 0]), 1
 
 
 CALLS = {
@@ -222,6 +229,7 @@ CALLS = {
         permute,
         unpermute,
         unpermute_backward,
+        see,
     )
 }
 

@@ -27,6 +27,7 @@ from blockscale.ops import registry as _registry  # isort: skip
 _registry.finish()
 
 from blockscale import nn  # isort: skip  # noqa: E402  (knows the operators above)
+from blockscale.watching import Watch, WatchStop, watch  # isort: skip  # noqa: E402
 from blockscale.nn.convert import convert_model, restore_model  # isort: skip  # noqa: E402
 
 __version__ = version("blockscale")
@@ -43,6 +44,8 @@ __all__ = [
     "LowRank",
     "Permuted",
     "Plane",
+    "Watch",
+    "WatchStop",
     "activation",
     "activation_backward_quantize",
     "activation_quantize",
@@ -67,4 +70,5 @@ __all__ = [
     "restore_model",
     "save",
     "unpermute",
+    "watch",
 ]

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from blockscale.formats import Format
+from blockscale.kernels.cpu import count as cpu_count
 from blockscale.kernels.cpu import gemm as cpu_gemm
 from blockscale.kernels.cpu import quantize as cpu_quantize
 from blockscale.kernels.cpu.blas import bf16_gemm
 from blockscale.kernels.cpu.build import load
 from blockscale.ops import checks
+from blockscale.reference import count as reference_count
 from blockscale.reference import grouped_gemm as reference_gemm
 from blockscale.reference import quantize as reference_quantize
 from blockscale.tensors import GroupedTensor
@@ -30,9 +32,14 @@ _REFERENCE = {
     "activation": "blockscale.reference.activations",
     "reduce": "blockscale.reference.grouped_gemm",
     "routing": "blockscale.reference.routing",
+    "count": "blockscale.reference.count",
 }
 #: what has a compiled CPU kernel
-_CPU = {"quantize": "blockscale.kernels.cpu.quantize", "gemm": "blockscale.kernels.cpu.gemm"}
+_CPU = {
+    "quantize": "blockscale.kernels.cpu.quantize",
+    "gemm": "blockscale.kernels.cpu.gemm",
+    "count": "blockscale.kernels.cpu.count",
+}
 
 _only_reference = False
 
@@ -48,7 +55,7 @@ class Choice:
 
 
 def choose(stage: str, device: torch.device) -> Choice:
-    """The implementation of a kind of stage ("quantize", "gemm", "activation", "reduce", "routing") on ``device``."""
+    """The implementation of a kind of stage ("quantize", "gemm", "activation", "reduce", "routing", "count") on ``device``."""
     if device.type != "cpu":
         why = f"no {device.type} kernel yet: plain torch on the device"
         if stage in ("gemm", "reduce"):
@@ -149,3 +156,10 @@ def wgrad(dy: GroupedTensor | Tensor, x: GroupedTensor | Tensor, offsets: Tensor
         checks.offset_values(offsets, capacity)
         return cpu_gemm.wgrad(dy, x, offsets, capacity, product=reference_gemm.product)
     return reference_gemm.wgrad(dy, x, offsets, capacity)
+
+
+def count_into(out: Tensor, x: Tensor, offsets: Tensor, q: GroupedTensor | None, call: int) -> None:
+    """``reference.count.count_into`` or the kernel of the same meaning."""
+    if fast("count", x.device) and x.dtype in cpu_quantize.DTYPES:
+        return cpu_count.count_into(out, x, offsets, q, call)
+    return reference_count.count_into(out, x, offsets, q, call)
