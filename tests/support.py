@@ -141,14 +141,15 @@ def spans(q: bs.GroupedTensor) -> list[Span]:
 
 def data_addresses(q: bs.GroupedTensor, which: str, s: Span) -> Tensor:
     """Flat bytes of a group: rowwise (rows, bytes of a row), columnwise (K, bytes of a column)."""
-    fp4, K = isinstance(q.format, bs.NVFP4), q.shape[1]
+    fp4, K = q.format.packed, q.shape[1]
+    v = q.format.block_length
     if which == "rowwise":
-        width = 8 * -(-K // 16) if fp4 else K
+        width = v // 2 * -(-K // v) if fp4 else K
         return (s.start + torch.arange(s.rows))[:, None] * width + torch.arange(width)
     k = torch.arange(K)[:, None]
     if isinstance(q.format, bs.MXFP8):
         return (s.start + torch.arange(s.rows)) * K + k
-    pitch, used = (64, 8 * -(-s.rows // 16)) if fp4 else (128, s.rows)
+    pitch, used = (64, v // 2 * -(-s.rows // v)) if fp4 else (128, s.rows)
     return pitch * K * s.before + pitch * s.tiles * k + torch.arange(used)
 
 
@@ -170,8 +171,9 @@ def scale_addresses(q: bs.GroupedTensor, which: str, s: Span) -> Tensor:
         return (s.before + b) * Kt + torch.arange(Kt)[:, None] if fmt.is_2d else (s.before + b) * K + k
     if isinstance(fmt, bs.MXFP8):
         return (4 * s.before + b) * 128 * Kt + k if layout == "compact" else 512 * Kt * s.before + swizzled_offset(k, b, s.tiles)
-    inner = 8 * s.tiles * k + b if layout == "compact" else swizzled_offset(k, b, 2 * s.tiles)
-    return 1024 * Kt * s.before + inner
+    n = 128 // v
+    inner = n * s.tiles * k + b if layout == "compact" else swizzled_offset(k, b, n // 4 * s.tiles)
+    return 128 * n * Kt * s.before + inner
 
 
 def operand64(q: bs.GroupedTensor, which: str) -> list[Tensor]:
@@ -185,7 +187,7 @@ def operand64(q: bs.GroupedTensor, which: str) -> list[Tensor]:
 def _decode(q: bs.GroupedTensor, which: str, g: int, s: Span) -> Tensor:
     plane, fmt = q.planes[which], q.format
     codes = plane.data.flatten()[data_addresses(q, which, s)]
-    if isinstance(fmt, bs.NVFP4):
+    if fmt.packed:
         x = E2M1[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()]
     else:
         x = (E4M3 if fmt.element == "e4m3" else E5M2)[codes.int()]
@@ -196,13 +198,22 @@ def _decode(q: bs.GroupedTensor, which: str, g: int, s: Span) -> Tensor:
         x = x * plane.scale[g].double()
     else:
         scale = plane.scale.flatten()[scale_addresses(q, which, s)]
-        scale = scale.double() if isinstance(fmt, bs.FP8Block) else (E8M0 if isinstance(fmt, bs.MXFP8) else E4M3)[scale.int()]
+        scale = scale.double() if isinstance(fmt, bs.FP8Block) else (E4M3 if isinstance(fmt, bs.NVFP4) else E8M0)[scale.int()]
         if isinstance(fmt, bs.FP8Block) and fmt.is_2d:
             scale = scale.repeat_interleave(128, 0)[: x.shape[0]]
         x = x * scale.repeat_interleave(fmt.block[1], 1)[:, :length]
     if isinstance(fmt, bs.NVFP4):
-        x = x * (float(plane.amax[g]) / 2688 if plane.amax[g] else 1.0)
+        x = x * _global(q, which, g, s)
     return x if which == "rowwise" else x.mT
+
+
+def _global(q: bs.GroupedTensor, which: str, g: int, s: Span) -> Tensor | float:
+    """amax / 6E of a group, or of each row of its stored plane (rows, 1)."""
+    amax = q.planes[which].amax
+    if q.format.row_scaled:
+        amax = amax[s.start : s.start + s.rows] if which == "rowwise" else amax[g]
+        return torch.where(amax == 0, q.format.range, amax.double())[:, None] / q.format.range
+    return float(amax[g]) / q.format.range if amax[g] else 1.0
 
 
 def operand_list(x: bs.GroupedTensor | Tensor, which: str, offsets: Tensor) -> list[Tensor]:
@@ -260,13 +271,13 @@ def poison(q: bs.GroupedTensor, byte: int) -> int:
                 dead[addresses(q, which, span).flatten()] = False
             tensor.view(-1)[dead] = math.nan if tensor.dtype == torch.float32 else byte
             count += int(dead.sum())
-        if isinstance(q.format, bs.NVFP4) and not (q.format.hadamard and which == "columnwise"):
+        if q.format.packed and not (getattr(q.format, "hadamard", False) and which == "columnwise"):
             count += _poison_nibbles(q, which, byte)
     return count
 
 
 def _poison_nibbles(q: bs.GroupedTensor, which: str, byte: int) -> int:
-    """The absent elements of partial NVFP4 blocks (a transform block keeps all of its elements)."""
+    """The absent elements of partial E2M1 blocks (a transform block keeps all of its elements)."""
     flat, count = q.planes[which].data.view(-1), 0
     for span in spans(q):
         length = q.shape[1] if which == "rowwise" else span.rows

@@ -8,9 +8,12 @@ from support import RECIPES, assert_all_same, normal, offsets_of
 from torch.library import opcheck
 
 import blockscale as bs
+from blockscale.ops.weight_cache import WeightCache
+from blockscale.ops.wgrad_queue import WgradQueue
 
 OPS = torch.ops.blockscale
 SIZES = {"many": [5, 0, 33], "no_rows": [0, 0, 0], "no_groups": []}
+M4, NR = bs.MXFP4(), bs.NVFP4(row_scaled=True, four_over_six="mse")
 MX, NV, FT, FB = bs.MXFP8(), bs.NVFP4(hadamard=True, stochastic=True), bs.FP8Tensor("e5m2"), bs.FP8Block()
 RNG = torch.tensor([3, 1])
 FEW = [RECIPES[name] for name in ("bf16", "mxfp8_hybrid", "nvfp4", "fp8_current", "fp8_block")]
@@ -42,7 +45,7 @@ class Setting:
 
 
 def quantize(s):
-    for fmt, layout in ((MX, "swizzled_8x4"), (NV, "swizzled"), (FT, "compact"), (FB, "linear")):
+    for fmt, layout in ((MX, "swizzled_8x4"), (M4, "compact"), (NR, "linear"), (NV, "swizzled"), (FT, "compact"), (FB, "linear")):
         amax = torch.ones(2, 1) if fmt is NV else None
         yield s.x, fmt.spec(), True, True, layout, amax, RNG if fmt is NV else None
 
@@ -53,7 +56,14 @@ def quantize_out(s):
 
 
 def quantize_grouped(s):
-    for fmt, layout in ((MX, "swizzled"), (NV, "compact"), (FT, "compact"), (bs.FP8Block(block=(128, 128)), "compact")):
+    for fmt, layout in (
+        (MX, "swizzled"),
+        (M4, "swizzled"),
+        (NR, "swizzled"),
+        (NV, "compact"),
+        (FT, "compact"),
+        (bs.FP8Block(block=(128, 128)), "compact"),
+    ):
         yield s.x, s.offsets, fmt.spec(), fmt is not MX, True, layout, None, RNG if fmt is NV else None
 
 
@@ -64,7 +74,15 @@ def quantize_grouped_out(s):
 
 def grouped_gemm(s):
     n, k = 16, 20
-    for fmt, layout in ((None, ""), (MX, "swizzled"), (NV, "compact"), (FT, "compact"), (FB, "compact")):
+    for fmt, layout in (
+        (None, ""),
+        (MX, "swizzled"),
+        (M4, "compact"),
+        (NR, "compact"),
+        (NV, "compact"),
+        (FT, "compact"),
+        (FB, "compact"),
+    ):
         a, b = s.packed(s.x, fmt, "rowwise", s.offsets, layout), s.packed(s.w1, fmt, "rowwise", None, layout)
         yield *a, *b, s.offsets, "forward", s.rows, n, k, s.b1, s.probs, torch.bfloat16
         a, b = s.packed(s.h, fmt, "rowwise", s.offsets, layout), s.packed(s.w1, fmt, "columnwise", None, layout)
@@ -72,7 +90,15 @@ def grouped_gemm(s):
 
 
 def grouped_gemm_wgrad_out(s):
-    for fmt, layout in ((None, ""), (MX, "swizzled"), (NV, "compact"), (FT, "compact"), (FB, "compact")):
+    for fmt, layout in (
+        (None, ""),
+        (MX, "swizzled"),
+        (M4, "compact"),
+        (NR, "compact"),
+        (NV, "compact"),
+        (FT, "compact"),
+        (FB, "compact"),
+    ):
         a, b = s.packed(s.h, fmt, "columnwise", s.offsets, layout), s.packed(s.x, fmt, "columnwise", s.offsets, layout)
         yield *a, *b, s.offsets, s.rows, 16, 20, torch.ones(s.G, 16, 20), fmt is not MX
 
@@ -109,39 +135,54 @@ def activation_backward_quantize(s):
         yield s.da, *args
 
 
+# alive while the operators that hold their tickets run
+CACHES, QUEUE = (WeightCache(), WeightCache()), WgradQueue()
+
+
 def grouped_linear(s):
     for recipe in FEW:
-        yield s.leaf("x"), s.leaf("w1"), s.offsets, s.leaf("b1"), RNG, [], recipe.spec(), True
-    yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, [torch.ones_like(s.w1)], RECIPES["mxfp8"].spec(), True
-    yield s.x, s.w1, s.offsets, None, None, [], RECIPES["fp8_block"].spec(), False
+        yield s.leaf("x"), s.leaf("w1"), s.offsets, s.leaf("b1"), s.leaf("probs"), RNG, [], None, None, recipe.spec(), True
+    main = [torch.ones_like(s.w1)]
+    yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, None, main, None, None, RECIPES["mxfp8"].spec(), True
+    yield s.x, s.w1, s.offsets, None, None, None, [], None, None, RECIPES["fp8_block"].spec(), False
+    tickets = CACHES[0].ticket, QUEUE.ticket.clone()
+    yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, None, [], *tickets, RECIPES["mxfp8"].spec(), True
 
 
 def grouped_linear_backward(s):
     for recipe in FEW:
-        saved = OPS.grouped_linear(s.x, s.w1, s.offsets, None, None, [], recipe.spec(), True)[1:]
+        saved = OPS.grouped_linear(s.x, s.w1, s.offsets, None, None, None, [], None, None, recipe.spec(), True)[1:]
         x = s.x if recipe.input is None else None
-        for main, needs in (([], [True] * 3), ([torch.ones_like(s.w1)], [False, True, False])):
-            yield s.h, x, saved, s.w1, s.offsets, s.b1, RNG, main, recipe.spec(), needs
+        tensors = s.h, x, saved, s.w1, s.offsets, s.b1, s.probs, RNG
+        for main, needs in (([], [True] * 4), ([torch.ones_like(s.w1)], [False, True, False, False])):
+            yield *tensors, main, None, None, recipe.spec(), False, needs
+        yield *tensors, [], CACHES[0].ticket, QUEUE.ticket.clone(), recipe.spec(), True, [True] * 4
 
 
 def grouped_mlp(s):
     for recipe in FEW:
         leaves = [s.leaf(n) for n in ("x", "w1", "w2", "probs", "b1", "b2")]
-        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], recipe.spec(), "swiglu", 4, True
-    main = [torch.ones_like(s.w1), torch.ones_like(s.w2)]
-    yield s.leaf("x"), s.leaf("w1"), s.leaf("w2"), s.offsets, None, None, None, None, main, RECIPES["mxfp8"].spec(), "situ", 0, True
+        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], [], None, recipe.spec(), "swiglu", 4, True, False
+        tickets = [c.ticket for c in CACHES], QUEUE.ticket.clone()
+        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], *tickets, recipe.spec(), "swiglu", 4, True, True
+    main, tensors = [torch.ones_like(s.w1), torch.ones_like(s.w2)], (s.leaf("x"), s.leaf("w1"), s.leaf("w2"), s.offsets)
+    yield *tensors, None, None, None, None, main, [], None, RECIPES["mxfp8"].spec(), "situ", 0, True, False
 
 
 def grouped_mlp_backward(s):
     for recipe in FEW:
-        parts = OPS.grouped_mlp(s.x, s.w1, s.w2, s.offsets, s.probs, s.b1, s.b2, None, [], recipe.spec(), "swiglu", 0, True)
-        h, saved, x = parts[1], parts[2:], s.x if recipe.input is None else None
+        args = s.x, s.w1, s.w2, s.offsets, s.probs, s.b1, s.b2, None, [], [], None, recipe.spec(), "swiglu", 0, True
+        x = s.x if recipe.input is None else None
+        others = (s.w1, s.w2, s.offsets, s.probs, s.b1, s.b2, RNG)
+        _, h, *saved = OPS.grouped_mlp(*args, False)
         for main, needs in (
             ([], [True] * 6),
             ([torch.ones_like(s.w1), torch.ones_like(s.w2)], [False, True, True, False, False, True]),
         ):
-            others = (s.w1, s.w2, s.offsets, s.probs, s.b1, s.b2, RNG)
-            yield s.dy, x, h, saved, *others, main, recipe.spec(), "swiglu", 0, needs
+            yield s.dy, x, h, saved, *others, main, [], None, recipe.spec(), "swiglu", 0, False, needs
+        tickets = [c.ticket for c in CACHES], QUEUE.ticket.clone()
+        saved = OPS.grouped_mlp(*args, True)[1:]
+        yield s.dy, x, None, saved, *others, [], *tickets, recipe.spec(), "swiglu", 0, True, [True] * 6
 
 
 def router(s):
@@ -335,7 +376,7 @@ def test_compiled_for_several_recipes_and_formats():
     torch._dynamo.reset()
     module, call, inputs = layer("mlp", None)
     compiled = torch.compile(lambda x, fmt: bs.quantize(x, fmt, columnwise=True), fullgraph=True, backend="aot_eager")
-    for fmt in (MX, FB, bs.NVFP4(), bs.MXFP8("e5m2", (32, 32)), FT):
+    for fmt in (MX, M4, FB, bs.NVFP4(), bs.MXFP8("e5m2", (32, 32)), FT):
         got, want = compiled(inputs[0], fmt), bs.quantize(inputs[0], fmt, columnwise=True)
         for which, plane in want.planes.items():
             assert_all_same(dict(enumerate(got.planes[which].tensors())), dict(enumerate(plane.tensors())), fmt.spec())
@@ -357,3 +398,15 @@ def test_compiled_for_other_sizes():
         want = step(lambda x, sizes=sizes: (module(x, torch.tensor(sizes)), torch.zeros(())), (x,), parameters)
         got = step(lambda x, sizes=sizes: (compiled(x, torch.tensor(sizes)), torch.zeros(())), (x,), parameters)
         assert_all_same(got, want, sizes)
+
+
+def test_compiled_with_the_activation_by_name():
+    torch._dynamo.reset()
+    s = Setting(SIZES["many"], 4)
+    for name in ("swiglu", "situ"):
+
+        def call(x, name=name):
+            return bs.grouped_mlp(x, s.w1, s.w2, s.offsets, activation=name)
+
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        assert_all_same({"y": compiled(s.x)}, {"y": call(s.x)}, name)

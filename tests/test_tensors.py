@@ -16,8 +16,12 @@ import blockscale as bs
 FORMATS = (
     bs.MXFP8(),
     bs.MXFP8("e5m2", (32, 32), "floor", "ignore"),
+    bs.MXFP4(),
+    bs.MXFP4((32, 32), "floor"),
     bs.NVFP4(),
     bs.NVFP4((16, 16)),
+    bs.NVFP4(row_scaled=True),
+    bs.NVFP4((16, 16), four_over_six="mae", scale_max=256),
     bs.NVFP4(hadamard=True, stochastic=True),
     bs.FP8Tensor("e5m2", power_of_two=True, eps=0.25),
     bs.FP8Block(),
@@ -31,7 +35,7 @@ RNG = torch.tensor([1, 2])
 
 
 def legal(fmt, layouts):
-    return [name for name in layouts if fmt.kind in ("mxfp8", "nvfp4") or "swizzled" not in name]
+    return [name for name in layouts if fmt.has_codes or "swizzled" not in name]
 
 
 def plain(fmt, rowwise=True, columnwise=True, layout="compact", rows=133, K=70):
@@ -233,7 +237,7 @@ def test_to(fmt):
 # layouts
 
 
-@pytest.mark.parametrize("fmt", [f for f in FORMATS if f.kind in ("mxfp8", "nvfp4")], ids=[s for s in IDS if "fp8" not in s[:3]])
+@pytest.mark.parametrize("fmt", [f for f in FORMATS if f.has_codes], ids=lambda f: f.spec())
 def test_every_layout_and_back(fmt):
     made = {layout: plain(fmt, layout=layout) for layout in LAYOUTS}
     for start, end in itertools.product(LAYOUTS, repeat=2):

@@ -1,4 +1,4 @@
-"""blockscale: block-scaled (MXFP8, NVFP4, FP8) mixture-of-experts layers for PyTorch.
+"""blockscale: block-scaled (MXFP8, MXFP4, NVFP4, FP8) mixture-of-experts layers for PyTorch.
 
 Formats, quantizers and grouped GEMMs at the top; layers in ``blockscale.nn``; what runs and why from ``explain``.
 """
@@ -6,7 +6,7 @@ Formats, quantizers and grouped GEMMs at the top; layers in ``blockscale.nn``; w
 from importlib.metadata import version
 
 from blockscale import activations, formats, layouts, recipes
-from blockscale.formats import MXFP8, NVFP4, FP8Block, FP8Tensor
+from blockscale.formats import MXFP4, MXFP8, NVFP4, FP8Block, FP8Tensor
 from blockscale.layouts import offsets_from_sizes
 from blockscale.ops.activation import activation
 from blockscale.ops.activation_quantize import activation_backward_quantize, activation_quantize
@@ -19,11 +19,17 @@ from blockscale.ops.routing import Permuted, permute, unpermute
 from blockscale.recipes import autocast
 from blockscale.tensors import BlockScaledTensor, GroupedTensor, Plane, load, save
 
-from blockscale import nn  # isort: skip  (knows the operators above)
+from blockscale.ops import registry as _registry  # isort: skip
+
+_registry.finish()
+
+from blockscale import nn  # isort: skip  # noqa: E402  (knows the operators above)
+from blockscale.nn.convert import convert_model, restore_model  # isort: skip  # noqa: E402
 
 __version__ = version("blockscale")
 
 __all__ = [
+    "MXFP4",
     "MXFP8",
     "NVFP4",
     "BlockScaledTensor",
@@ -38,6 +44,7 @@ __all__ = [
     "activation_quantize",
     "activations",
     "autocast",
+    "convert_model",
     "explain",
     "formats",
     "grouped_gemm",
@@ -51,6 +58,7 @@ __all__ = [
     "quantize",
     "quantize_grouped",
     "recipes",
+    "restore_model",
     "save",
     "unpermute",
 ]

@@ -148,7 +148,8 @@ class GroupExtent:
     """Where one group lies, as host integers: rows, tiles, and the pitch of its columnwise scales.
 
     ``pitch`` is the number of tiles of 128 rows of the group: nT of MXFP8's swizzled columnwise scales; NVFP4 has
-    ``2 * pitch`` tiles and a compact row of ``8 * pitch`` bytes, its data rows ``64 * pitch`` bytes.
+    ``2 * pitch`` tiles and a compact row of ``8 * pitch`` bytes, MXFP4 ``pitch`` tiles and ``4 * pitch`` bytes; their data
+    rows have ``64 * pitch`` bytes.
     """
 
     start: int
@@ -237,8 +238,8 @@ class TileMap:
     def interleave(self, tiles: Tensor) -> Tensor:
         """(num_tiles, parts, unit) -> flat, part r of all tiles of a group side by side.
 
-        All grouped columnwise layouts are this one permutation: FP8 data (parts K, unit 128), NVFP4 data (K, 64 bytes)
-        and compact scales (128 Kt, 8), swizzled scales (Kt, 512 for MXFP8 and 1024 for NVFP4).
+        All grouped columnwise layouts are this one permutation: FP8 data (parts K, unit 128), packed data (K, 64 bytes),
+        compact scales (128 Kt, 8 for NVFP4 and 4 for MXFP4), swizzled scales (Kt, 1024 for NVFP4, else 512).
         """
         num_tiles, parts, unit = tiles.shape
         flat = torch.empty((num_tiles * parts, unit), dtype=tiles.dtype, device=tiles.device)

@@ -92,7 +92,7 @@ def test_random_groupings_of_every_option(fmt, layout):
 
 
 @pytest.mark.parametrize("dead", [float("nan"), float("inf"), 3.0, 0.0])
-@pytest.mark.parametrize("fmt", [cases.FEW[0], cases.FEW[2], cases.FEW[5], cases.FEW[7]], ids=str)
+@pytest.mark.parametrize("fmt", [cases.FEW[0], cases.FEW[2], cases.FEW[5], cases.FEW[7], cases.FEW[9]], ids=str)
 def test_dead_rows_hold_anything(fmt, dead):
     check(fmt, np.array([0, 40, 173]), 300, 64, 4, dead=dead)
 
@@ -138,6 +138,29 @@ def test_group_equals_quantize(fmt):
 def test_given_amax(fmt, shape):
     amax = np.array([[1.0, 0.0, 3e38], [2688.0, 1e-40, np.inf]], dtype=F32)
     check(fmt, np.array([0, 20, 50, 67]), 80, 48, 3, amax=amax if shape == "2G" else amax[0].copy())
+
+
+@pytest.mark.parametrize("which", PLANES)
+def test_given_amax_of_rows(which):
+    x, exact = inputs.tensor("wide", 80, 48, 3)
+    offsets = np.array([0, 20, 20, 67])
+    shape = (80,) if which == "rowwise" else (3, 48)
+    amax = np.random.default_rng(1).choice(np.array([0, 1, 1e-40, 3e38, 2688], dtype=F32), shape)
+    fmt = Format("NVFP4", {"row_scaled": True})
+    options = {"rowwise": which == "rowwise", "columnwise": which == "columnwise"}
+    got = bs.quantize_grouped(x, torch.from_numpy(offsets), make(fmt), **options, amax=torch.from_numpy(amax)).planes[which]
+    for g in range(3):
+        rows = slice(offsets[g], offsets[g + 1])
+        own = amax[rows] if which == "rowwise" else amax[g]
+        want = formats.quantize(exact[rows], fmt, amax=tuple(own if name == which else None for name in PLANES))[which]
+        if which == "rowwise":
+            assert_same(got.data[rows], want.data)
+            assert_same(got.amax[rows], want.amax)
+        else:
+            assert_same(got.amax[g], want.amax)
+    assert got.data.any()
+    if which == "rowwise":
+        assert not got.amax[67:].any()
 
 
 def test_empty_groups_have_amax_zero_and_scale_one():

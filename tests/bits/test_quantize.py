@@ -98,7 +98,7 @@ def test_every_16_bit_input_through_the_tensor_scale(element, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("fmt", [*cases.MXFP8[::2], cases.NVFP4[0], *cases.FP8_BLOCK[::5]], ids=str)
+@pytest.mark.parametrize("fmt", [*cases.MXFP8[::2], *cases.MXFP4[::2], cases.NVFP4[0], *cases.FP8_BLOCK[::5]], ids=str)
 def test_every_16_bit_input_in_blocks(fmt, dtype):
     """Rows of neighbouring bit patterns: every block has a maximum of its own exponent."""
     pattern = torch.arange(65536, dtype=torch.int32).to(torch.int16).reshape(512, 128)
@@ -113,11 +113,40 @@ def test_random_float32_patterns_through_the_tensor_scale(element):
     compare(x, x.numpy(), Format("FP8Tensor", {"element": element}), amax=amax)
 
 
-@pytest.mark.parametrize("fmt", cases.FP8_TENSOR + cases.NVFP4, ids=str)
+@pytest.mark.parametrize("fmt", cases.FP8_TENSOR + cases.NVFP4 + cases.NVFP4_FOUR[:8], ids=str)
 @pytest.mark.parametrize("amax", [(0.0, 3.0), (1e-44, 1e-37), (3e38, float("inf")), (2688.0, 0.1)], ids=str)
 def test_given_amax(fmt, amax):
     x, exact = inputs.tensor("wide", 50, 49, 9)
     compare(x, exact, fmt, rng=(5, 6) if fmt.option("stochastic", False) else None, amax=amax)
+
+
+@pytest.mark.parametrize("which", PLANES)
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_given_amax_of_rows(which, hadamard):
+    """A row-scaled format takes the amax of one plane, one entry a row of the stored plane."""
+    x, exact = inputs.tensor("wide", 50, 49, 9)
+    amax = np.array([0.0, 1e-44, 3e38, np.inf, 2688.0] * 10, dtype=F32)[: 50 if which == "rowwise" else 49]
+    fmt = Format("NVFP4", {"row_scaled": True, "hadamard": hadamard})
+    got = bs.quantize(
+        x, make(fmt), rowwise=which == "rowwise", columnwise=which == "columnwise", layout="linear", amax=torch.from_numpy(amax)
+    )
+    want = formats.quantize(exact, fmt, amax=tuple(amax if name == which else None for name in PLANES))[which]
+    for part in ("data", "scale", "amax"):
+        assert_same(getattr(got.planes[which], part), getattr(want, part), part)
+    assert want.data.any()
+
+
+def test_rows_of_one_scale_are_the_tensor_scaled_format():
+    """Rows with the same maximum: row-scaled and tensor-scaled planes agree; a small row beside a large one does not."""
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).clamp(-3, 3)
+    x[:, 5] = 3.0
+    rows, whole = (bs.quantize(x, bs.NVFP4(row_scaled=flag)).rowwise for flag in (True, False))
+    assert torch.equal(rows.data, whole.data)
+    assert torch.equal(rows.scale, whole.scale)
+    x[7] *= 2.0**-20
+    rows, whole = (bs.quantize(x, bs.NVFP4(row_scaled=flag)).dequantize()[7] for flag in (True, False))
+    assert (rows - x[7]).norm() < 0.2 * x[7].norm()
+    assert not whole.any()
 
 
 @pytest.mark.parametrize("fmt", [Format("FP8Tensor"), Format("NVFP4")], ids=str)
@@ -204,7 +233,7 @@ def test_every_nvfp4_scale_code_with_every_element_code(amax):
 def test_nan_marks_its_block_and_no_other():
     x = torch.ones(64, 64)
     x[5, 40] = float("nan")
-    for name, length in (("MXFP8", 32), ("NVFP4", 16)):
+    for name, length in (("MXFP8", 32), ("NVFP4", 16), ("MXFP4", 32)):
         for which in PLANES:
             lost = bs.quantize(x, make(Format(name)), columnwise=True).dequantize(plane=which).isnan()
             assert lost.sum() == length

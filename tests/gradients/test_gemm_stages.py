@@ -11,6 +11,7 @@ from support import GEMM_BOUND, calc_diff, gemm64, normal, offsets_of, operand64
 
 import blockscale as bs
 
+M4 = bs.MXFP4
 MX, NV, FT, FB = bs.MXFP8, bs.NVFP4, bs.FP8Tensor, bs.FP8Block
 #: input, weight, gradient
 TRIPLES = {
@@ -18,9 +19,14 @@ TRIPLES = {
     "mxfp8": (MX(), MX(), MX()),
     "mxfp8_hybrid_square": (MX(), MX(block=(32, 32)), MX("e5m2")),
     "mxfp8_e5m2_floor": (MX("e5m2", scale_rounding="floor"), MX("e5m2", (32, 32), "floor"), MX(scale_rounding="floor")),
+    "mxfp4": (M4(), M4(), M4()),
+    "mxfp4_square_floor": (M4(scale_rounding="floor"), M4((32, 32)), M4()),
     "nvfp4": (NV(), NV(), NV()),
     "nvfp4_square_stochastic": (NV(), NV((16, 16)), NV(stochastic=True)),
     "nvfp4_hadamard": (NV(hadamard=True), NV((16, 16)), NV(hadamard=True, stochastic=True)),
+    "nvfp4_rows": (NV(row_scaled=True), NV(row_scaled=True), NV(row_scaled=True)),
+    "nvfp4_rows_by_square": (NV(row_scaled=True, hadamard=True), NV((16, 16)), NV(hadamard=True, row_scaled=True, stochastic=True)),
+    "nvfp4_four_over_six": (NV(four_over_six="mse"), NV((16, 16), four_over_six="mae", scale_max=256), NV()),
     "fp8tensor": (FT(), FT(), FT("e5m2")),
     "fp8tensor_pow2": (FT(power_of_two=True), FT("e5m2"), FT()),
     "fp8block": (FB(), FB(block=(128, 128)), FB()),
@@ -40,7 +46,7 @@ SHAPES = [(70, 45), (33, 129), (130, 1), (96, 64)]
 def operand(x, offsets, fmt, layout="compact", seed=7):
     if fmt is None:
         return x
-    layout = layout if fmt.kind in ("mxfp8", "nvfp4") else "compact"
+    layout = layout if fmt.has_codes else "compact"
     return bs.quantize_grouped(x, offsets, fmt, columnwise=True, layout=layout, rng=torch.tensor([seed, 3]))
 
 

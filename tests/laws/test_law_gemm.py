@@ -26,7 +26,7 @@ TRIPLES = {
 def quantized(x, offsets, fmt, layout):
     if fmt is None:
         return x
-    layout = layout if fmt.kind in ("mxfp8", "nvfp4") else "compact"
+    layout = layout if fmt.has_codes else "compact"
     return bs.quantize_grouped(x, offsets, fmt, columnwise=True, layout=layout)
 
 

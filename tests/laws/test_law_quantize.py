@@ -14,8 +14,11 @@ import blockscale as bs
 FORMATS = (
     bs.MXFP8(),
     bs.MXFP8("e5m2", (32, 32), "floor"),
+    bs.MXFP4(),
     bs.NVFP4(),
     bs.NVFP4((16, 16)),
+    bs.NVFP4(row_scaled=True),
+    bs.NVFP4((16, 16), four_over_six="mae", scale_max=256),
     bs.NVFP4(hadamard=True, stochastic=True),
     bs.FP8Tensor(),
     bs.FP8Tensor("e5m2", power_of_two=True),
@@ -26,7 +29,7 @@ RNG = torch.tensor([77, 5])
 
 
 def layouts(fmt):
-    return ("compact", "swizzled") if fmt.kind in ("mxfp8", "nvfp4") else ("compact",)
+    return ("compact", "swizzled") if fmt.has_codes else ("compact",)
 
 
 def quantize(x, offsets, fmt, layout="compact"):

@@ -14,7 +14,7 @@ class Plane:
     data   uint8, in the stored orientation (NVFP4: packed; NVFP4 and FP8 columnwise: transposed)
     scale  one entry per live block, [row][block] for a rowwise plane; MXFP8 and FP8Block columnwise [block][column];
            NVFP4 columnwise [column][block] (the stored matrix is the transpose); FP8Tensor float32 [1]
-    amax   float32 [1], or None where the format has none
+    amax   float32 [1] (row-scaled: one a stored row), or None where the format has none
     """
 
     data: np.ndarray
@@ -49,7 +49,7 @@ def tiles(x: np.ndarray, side: int) -> np.ndarray:
     return padded.reshape(down, side, across, side).swapaxes(1, 2).reshape(down, across, side * side)
 
 
-def amax(x: np.ndarray, axis: int | None = None) -> np.ndarray:
+def amax(x: np.ndarray, axis: int | tuple[int, ...] | None = None) -> np.ndarray:
     """max |x| without NaN; of nothing, or of NaN only, 0. float32."""
     return np.max(np.abs(np.where(np.isnan(x), F32(0), x)), axis=axis, initial=F32(0)).astype(F32)
 

@@ -23,10 +23,19 @@ MXFP8 = _product(
     scale_rounding=("up", "floor"),
     nan=("propagate", "ignore"),
 )
+MXFP4 = _product("MXFP4", block=((1, 32), (32, 32)), scale_rounding=("up", "floor"), nan=("propagate", "ignore"))
 NVFP4 = [
     *_product("NVFP4", block=((1, 16), (16, 16)), nan=("propagate", "ignore")),
     *_product("NVFP4", hadamard=(True,), stochastic=(False, True), nan=("propagate", "ignore")),
     *_product("NVFP4", block=((1, 16), (16, 16)), stochastic=(True,), nan=("propagate", "ignore")),
+]
+NVFP4_ROWS = [
+    *_product("NVFP4", row_scaled=(True,), stochastic=(False, True), nan=("propagate", "ignore")),
+    *_product("NVFP4", row_scaled=(True,), hadamard=(True,), stochastic=(False, True)),
+]
+NVFP4_FOUR = [
+    *_product("NVFP4", four_over_six=("mae", "mse"), scale_max=(448, 256), block=((1, 16), (16, 16)), nan=("propagate", "ignore")),
+    *_product("NVFP4", four_over_six=("mae", "mse"), row_scaled=(True,)),
 ]
 FP8_TENSOR = _product("FP8Tensor", element=("e4m3", "e5m2"), power_of_two=(False, True), eps=(0.0, 0.5))
 FP8_BLOCK = _product(
@@ -36,13 +45,18 @@ FP8_BLOCK = _product(
     power_of_two=(True, False),
     eps=(0.0, 1e-3),
 )
-EVERY = [*MXFP8, *NVFP4, *FP8_TENSOR, *FP8_BLOCK]
+EVERY = [*MXFP8, *MXFP4, *NVFP4, *NVFP4_ROWS, *NVFP4_FOUR, *FP8_TENSOR, *FP8_BLOCK]
 FEW = [
     Format("MXFP8"),
     Format("MXFP8", {"element": "e5m2", "block": (32, 32), "scale_rounding": "floor"}),
     Format("NVFP4"),
     Format("NVFP4", {"block": (16, 16)}),
     Format("NVFP4", {"hadamard": True, "stochastic": True}),
+    Format("NVFP4", {"row_scaled": True}),
+    Format("NVFP4", {"four_over_six": "mse"}),
+    Format("NVFP4", {"four_over_six": "mae", "scale_max": 256, "block": (16, 16)}),
+    Format("MXFP4"),
+    Format("MXFP4", {"block": (32, 32), "scale_rounding": "floor"}),
     Format("FP8Tensor"),
     Format("FP8Tensor", {"element": "e5m2", "power_of_two": True}),
     Format("FP8Block"),

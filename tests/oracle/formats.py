@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from . import fp8, layouts, mxfp8, nvfp4
+from . import fp8, layouts, mxfp4, mxfp8, nvfp4
 from .blocks import Plane
 
 PLANES = ("rowwise", "columnwise")
@@ -12,7 +12,7 @@ PLANES = ("rowwise", "columnwise")
 
 @dataclass(frozen=True)
 class Format:
-    """name "MXFP8", "NVFP4", "FP8Tensor" or "FP8Block", and the constructor's options."""
+    """name "MXFP8", "MXFP4", "NVFP4", "FP8Tensor" or "FP8Block", and the constructor's options."""
 
     name: str
     options: dict = field(default_factory=dict)
@@ -32,8 +32,18 @@ class Format:
 
     @property
     def has_codes(self) -> bool:
-        """MXFP8 and NVFP4: uint8 scales with layouts."""
-        return self.name in ("MXFP8", "NVFP4")
+        """MXFP8, MXFP4 and NVFP4: uint8 scales with layouts."""
+        return self.name in ("MXFP8", "MXFP4", "NVFP4")
+
+    @property
+    def packed(self) -> bool:
+        """MXFP4 and NVFP4: two elements a byte, rows in whole blocks."""
+        return self.name in ("MXFP4", "NVFP4")
+
+    @property
+    def length(self) -> int:
+        """Elements of a block along the contraction (FP8Tensor: none)."""
+        return {"MXFP8": 32, "MXFP4": 32, "NVFP4": 16, "FP8Block": 128}[self.name]
 
     def option(self, name: str, default: object) -> object:
         """An option or its default."""
@@ -44,6 +54,7 @@ def quantize(x: np.ndarray, fmt: Format, **extra: object) -> dict[str, Plane]:
     """Both planes of x (M, K) float32. extra: amax (NVFP4, FP8Tensor), rng and group (NVFP4)."""
     function = {
         "MXFP8": mxfp8.quantize,
+        "MXFP4": mxfp4.quantize,
         "NVFP4": nvfp4.quantize,
         "FP8Tensor": fp8.quantize_tensor,
         "FP8Block": fp8.quantize_block,
@@ -63,8 +74,10 @@ def dequantize(plane: Plane, fmt: Format, which: str, shape: tuple[int, int]) ->
     element = {"element": fmt.option("element", "e4m3")}
     if fmt.name == "MXFP8":
         return mxfp8.dequantize(plane, which, shape, **element)
+    if fmt.name == "MXFP4":
+        return mxfp4.dequantize(plane, which, shape)
     if fmt.name == "NVFP4":
-        return nvfp4.dequantize(plane, which, shape)
+        return nvfp4.dequantize(plane, which, shape, fmt.option("scale_max", 448))
     if fmt.name == "FP8Tensor":
         return fp8.dequantize_tensor(plane, which, shape, **element)
     return fp8.dequantize_block(plane, which, shape, **element, block=fmt.option("block", (1, 128)))

@@ -52,12 +52,12 @@ def quantize_groups(x: np.ndarray, offsets: np.ndarray, fmt: Format, amax=None, 
 
 def _data(groups: list[Plane], fmt: Format, which: str, e: Extents) -> np.ndarray:
     if which == "rowwise" or fmt.mx:
-        width = 8 * ceil_div(e.K, 16) if fmt.name == "NVFP4" else e.K
+        width = fmt.length // 2 * ceil_div(e.K, fmt.length) if fmt.packed else e.K
         buffer = np.zeros((e.capacity, width), dtype=np.uint8)
         for g, plane in enumerate(groups):
             buffer[e.offsets[g] : e.offsets[g + 1]] = plane.data
         return buffer
-    pitch = 64 if fmt.name == "NVFP4" else 128
+    pitch = 64 if fmt.packed else 128
     buffer = np.zeros(pitch * e.K * e.tiles, dtype=np.uint8)
     k = np.arange(e.K)[:, None]
     for g, plane in enumerate(groups):
@@ -67,15 +67,14 @@ def _data(groups: list[Plane], fmt: Format, which: str, e: Extents) -> np.ndarra
 
 
 def _codes(groups: list[Plane], fmt: Format, which: str, layout: str, e: Extents) -> np.ndarray:
-    """uint8 scales of MXFP8 and NVFP4."""
-    V = 32 if fmt.mx else 16
-    C = roundup(ceil_div(e.K, V), 4)
+    """uint8 scales of MXFP8, MXFP4 and NVFP4."""
+    C = roundup(ceil_div(e.K, fmt.length), 4)
     if which == "rowwise":
         shape = (128 * e.tiles, C)
     elif fmt.mx:
         shape = (4 * e.tiles, 128 * e.Kt)
     else:
-        shape = (1024 * e.Kt * e.tiles,)
+        shape = (128 * (128 // fmt.length) * e.Kt * e.tiles,)
     buffer = np.zeros(int(np.prod(shape)), dtype=np.uint8)
     for g, plane in enumerate(groups):
         first, second = np.indices(plane.scale.shape, dtype=np.int64)
@@ -96,10 +95,11 @@ def _address(first, second, which: str, layout: str, fmt: Format, e: Extents, g:
         if layout == "compact":
             return (4 * T + b) * 128 * e.Kt + k
         return 512 * e.Kt * T + swizzle_offset(k, b, t)
-    k, b = first, second
+    k, b, per_tile = first, second, 128 // fmt.length  # NVFP4 has 8 blocks in a tile of 128 rows, MXFP4 4
+    start = 128 * per_tile * e.Kt * T
     if layout == "compact":
-        return 1024 * e.Kt * T + 8 * t * k + b
-    return 1024 * e.Kt * T + swizzle_offset(k, b, 2 * t)
+        return start + per_tile * t * k + b
+    return start + swizzle_offset(k, b, per_tile // 4 * t)
 
 
 def _float_scales(groups: list[Plane], fmt: Format, which: str, e: Extents) -> np.ndarray:
@@ -118,6 +118,18 @@ def _float_scales(groups: list[Plane], fmt: Format, which: str, e: Extents) -> n
     return buffer
 
 
+def _amax(groups: list[Plane], fmt: Format, which: str, e: Extents) -> np.ndarray:
+    """float32 [G]; row-scaled [capacity] rowwise (dead rows 0), [G, K] columnwise."""
+    if not fmt.option("row_scaled", False):
+        return np.array([plane.amax[0] for plane in groups], dtype=np.float32)
+    if which == "columnwise":
+        return np.array([plane.amax for plane in groups], dtype=np.float32).reshape(e.G, e.K)
+    buffer = np.zeros(e.capacity, dtype=np.float32)
+    for g, plane in enumerate(groups):
+        buffer[e.offsets[g] : e.offsets[g + 1]] = plane.amax
+    return buffer
+
+
 def quantize(
     x: np.ndarray, offsets: np.ndarray, fmt: Format, layout: str = "compact", amax=None, rng=None
 ) -> dict[str, GroupedPlane]:
@@ -128,7 +140,7 @@ def quantize(
     for which in PLANES:
         planes = [group[which] for group in groups]
         scale = _codes(planes, fmt, which, layout, e) if fmt.has_codes else _float_scales(planes, fmt, which, e)
-        held = np.array([plane.amax[0] for plane in planes], dtype=np.float32) if fmt.has_amax else None
+        held = _amax(planes, fmt, which, e) if fmt.has_amax else None
         result[which] = GroupedPlane(_data(planes, fmt, which, e), scale, held)
     return result
 

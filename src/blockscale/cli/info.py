@@ -15,7 +15,7 @@ from blockscale.report.environment import package_version
 from blockscale.train import CHOICES
 
 _PACKAGES = ("blockscale", "torch", "triton", "safetensors", "matplotlib")
-_FORMATS = (formats.MXFP8(), formats.NVFP4(), formats.FP8Tensor(), formats.FP8Block())
+_FORMATS = (formats.MXFP8(), formats.MXFP4(), formats.NVFP4(), formats.FP8Tensor(), formats.FP8Block())
 
 
 def info(

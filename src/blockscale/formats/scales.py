@@ -67,12 +67,12 @@ def e8m0_inverse(code: Tensor) -> Tensor:
 NVFP4_RANGE = 448.0 * 6.0
 
 
-def nvfp4_encode_scale(amax: Tensor) -> Tensor:
-    """S_enc of NVFP4: float32, from the global amax (float32, no NaN)."""
-    s_enc = divide(NVFP4_RANGE, amax).clamp_(max=FLT_MAX)
+def nvfp4_encode_scale(amax: Tensor, largest: float = NVFP4_RANGE) -> Tensor:
+    """S_enc of NVFP4: float32, from the global amax (float32, no NaN); ``largest``: what the amax is mapped to."""
+    s_enc = divide(largest, amax).clamp_(max=FLT_MAX)
     return s_enc.masked_fill_((amax == 0) | (s_enc == 0), 1.0)
 
 
-def nvfp4_decode_scale(amax: Tensor) -> Tensor:
+def nvfp4_decode_scale(amax: Tensor, largest: float = NVFP4_RANGE) -> Tensor:
     """S_dec = fl(1 / S_enc), always computed from the stored amax."""
-    return divide(1.0, nvfp4_encode_scale(amax))
+    return divide(1.0, nvfp4_encode_scale(amax, largest))

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import ClassVar
 
@@ -21,10 +21,29 @@ class Format:
 
     kind: ClassVar[str]
     _spec: ClassVar[str]
+    #: options that came later: they stand in the text only when they differ from the default, so that old texts stay the same
+    _later: ClassVar[tuple[str, ...]] = ()
+    #: type of the block scales: "e8m0" and "e4m3" are codes with layouts, "float32" is not
+    scale_type: ClassVar[str] = "float32"
     #: whether planes carry a global amax
     has_amax: ClassVar[bool] = False
     #: whether the columnwise plane is stored transposed, (K, M)
     transposed: ClassVar[bool] = False
+
+    @property
+    def packed(self) -> bool:
+        """Whether two elements share a byte (E2M1); a row is then stored in whole blocks."""
+        return self.element_name == "e2m1"
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether block scales are one-byte codes, which have layouts."""
+        return self.scale_type != "float32"
+
+    @property
+    def scales_rows(self) -> bool:
+        """Whether each row of the stored plane has a global scale of its own."""
+        return bool(getattr(self, "row_scaled", False))
 
     @property
     def is_2d(self) -> bool:
@@ -61,9 +80,10 @@ class Format:
     def __post_init__(self) -> None:
         """Make the text once: torch.compile would take the numbers of a second format for symbolic sizes as it traced this."""
         parts = [self.kind]
-        for name, value in asdict(self).items():
-            text = "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            parts.append(f"{name}={text}")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name not in self._later or value != f.default:
+                parts.append(f"{f.name}={'x'.join(map(str, value)) if isinstance(value, tuple) else value}")
         object.__setattr__(self, "_spec", ":".join(parts))
 
 
@@ -83,6 +103,7 @@ class MXFP8(Format):
     scale_rounding: str = "up"
     nan: str = "propagate"
     kind: ClassVar[str] = "mxfp8"
+    scale_type: ClassVar[str] = "e8m0"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,21 +114,61 @@ class MXFP8(Format):
 
 
 @dataclass(frozen=True)
+class MXFP4(Format):
+    """Microscaling FP4: E2M1 elements, one E8M0 scale per 32 along the contraction.
+
+    Two elements share a byte, so, unlike MXFP8's, the columnwise plane is stored transposed: its pairs lie along the
+    contraction too. Rows are stored in whole blocks, 16 * ceil(K / 32) bytes; absent elements are code 0.
+
+    Args:
+        block: (1, 32), or (32, 32) for weights whose two planes must hold the same values.
+        scale_rounding: "up" (smallest power of two that does not saturate) or "floor" (OCP MX v1.0).
+        nan: "propagate" (a NaN gives its block the scale 0xFF) or "ignore" (dropped from the maximum, stored as 6).
+    """
+
+    block: tuple[int, int] = (1, 32)
+    scale_rounding: str = "up"
+    nan: str = "propagate"
+    kind: ClassVar[str] = "mxfp4"
+    element: ClassVar[str] = "e2m1"
+    scale_type: ClassVar[str] = "e8m0"
+    transposed: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check("block", self.block, ((1, 32), (32, 32)))
+        _check("scale_rounding", self.scale_rounding, ("up", "floor"))
+        _check("nan", self.nan, ("propagate", "ignore"))
+
+
+@dataclass(frozen=True)
 class NVFP4(Format):
     """E2M1 elements, one E4M3 scale per 16 along the contraction and one float32 scale a tensor (or group).
+
+    A NaN stays visible; an infinity does not: it decodes to 2688, and the global scale becomes 1.
 
     Args:
         block: (1, 16), or (16, 16) for weights.
         hadamard: 16-point random Hadamard transform along M before the columnwise quantization.
-        stochastic: stochastic rounding of the elements (gradients); needs ``rng`` or ``generator`` when quantizing.
+        stochastic: stochastic rounding of the elements (gradients); random bits from ``rng`` or ``generator`` when quantizing.
         nan: "propagate" or "ignore" (a NaN becomes +6, its block keeps its scale).
+        row_scaled: one float32 scale for each row of the stored plane instead: rowwise amax (M,), columnwise (K,);
+            grouped (capacity,) and (G, K). 1x16 blocks only.
+        four_over_six: "mae" or "mse": each block's maximum is mapped to 4 instead of 6 where the sum of the absolute or
+            squared errors is smaller. Not with hadamard or stochastic.
+        scale_max: E, 448 or (with four_over_six) 256: a block scale beyond which the global scale does not go.
     """
 
     block: tuple[int, int] = (1, 16)
     hadamard: bool = False
     stochastic: bool = False
     nan: str = "propagate"
+    row_scaled: bool = False
+    four_over_six: str | None = None
+    scale_max: int = 448
     kind: ClassVar[str] = "nvfp4"
+    _later: ClassVar[tuple[str, ...]] = ("row_scaled", "four_over_six", "scale_max")
+    scale_type: ClassVar[str] = "e4m3"
     element: ClassVar[str] = "e2m1"
     has_amax: ClassVar[bool] = True
     transposed: ClassVar[bool] = True
@@ -120,11 +181,25 @@ class NVFP4(Format):
         _check("nan", self.nan, ("propagate", "ignore"))
         if self.hadamard and self.is_2d:
             raise ValueError("hadamard=True is not legal with block=(16, 16): the two planes would not agree")
+        _check("row_scaled", self.row_scaled, (False, True))
+        if self.row_scaled and self.is_2d:
+            raise ValueError("row_scaled=True is not legal with block=(16, 16): the rows of a block would need scales of their own")
+        _check("four_over_six", self.four_over_six, (None, "mae", "mse"))
+        _check("scale_max", self.scale_max, (448, 256) if self.four_over_six else (448,))
+        if self.four_over_six and (self.hadamard or self.stochastic):
+            raise ValueError(f"four_over_six={self.four_over_six!r} is not legal with hadamard or stochastic")
+
+    @property
+    def range(self) -> float:
+        """6E, what the global amax is mapped to."""
+        return 6.0 * self.scale_max
 
 
 @dataclass(frozen=True)
 class FP8Tensor(Format):
     """FP8 with one float32 scale a tensor (or group), taken from the tensor's own amax (current scaling).
+
+    A NaN stays visible; an infinity does not: the scale becomes 1 and elements saturate.
 
     Args:
         element: "e4m3" or "e5m2".
@@ -147,6 +222,8 @@ class FP8Tensor(Format):
 @dataclass(frozen=True)
 class FP8Block(Format):
     """FP8 with one float32 scale per 1x128 (activations, gradients) or 128x128 (weights).
+
+    A NaN stays visible; an infinity does not: its block's scale becomes 1 and elements saturate.
 
     Args:
         element: "e4m3" or "e5m2".
@@ -171,11 +248,11 @@ class FP8Block(Format):
 def _check_fp8(element: str, power_of_two: bool, eps: float) -> None:
     _check("element", element, ("e4m3", "e5m2"))
     _check("power_of_two", power_of_two, (False, True))
-    if not 0.0 <= eps < float("inf"):
+    if not isinstance(eps, (int, float)) or not 0.0 <= eps < float("inf"):
         raise ValueError(f"eps={eps!r} is not legal; it must be finite and >= 0")
 
 
-_KINDS: dict[str, type[Format]] = {cls.kind: cls for cls in (MXFP8, NVFP4, FP8Tensor, FP8Block)}
+_KINDS: dict[str, type[Format]] = {cls.kind: cls for cls in (MXFP8, MXFP4, NVFP4, FP8Tensor, FP8Block)}
 
 
 @lru_cache(maxsize=256)
@@ -203,8 +280,10 @@ def _read(default: object, text: str, spec: str) -> object:
     try:
         if isinstance(default, bool):
             return {"True": True, "False": False}[text]
-        if isinstance(default, float):
-            return float(text)
+        if isinstance(default, (int, float)):
+            return type(default)(text)
+        if default is None:
+            return None if text == "None" else text
         if isinstance(default, tuple):
             return tuple(int(n) for n in text.split("x"))
     except (KeyError, ValueError):

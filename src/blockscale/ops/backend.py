@@ -71,9 +71,11 @@ def _products() -> str:
     return f"{why}, where a group's operands are exact in bfloat16; else float32"
 
 
-def fast(stage: str, device: torch.device) -> bool:
-    """Whether the compiled CPU kernels run this kind of stage."""
-    return device.type == "cpu" and stage in _CPU and not _only_reference and load().library is not None
+def fast(stage: str, device: torch.device, *operands: Format | GroupedTensor | Tensor) -> bool:
+    """Whether the compiled CPU kernels run this kind of stage on operands of these formats."""
+    formats = [x.format if isinstance(x, GroupedTensor) else x for x in operands if not isinstance(x, Tensor)]
+    here = device.type == "cpu" and stage in _CPU and not _only_reference and load().library is not None
+    return here and all(map(cpu_quantize.covers, formats))
 
 
 @contextmanager
@@ -101,7 +103,7 @@ def quantize(
     """Planes of x (M, K), grouped by ``offsets`` or plain (None), in the operators' order; in ``out`` when given."""
     if offsets is not None:
         checks.offset_values(offsets, x.shape[0])
-    if fast("quantize", x.device):
+    if fast("quantize", x.device, fmt):
         if out is None or _separate(x, out):
             return cpu_quantize.quantize(x, offsets, fmt, rowwise, columnwise, layout, amax, rng, out)
         planes = cpu_quantize.quantize(x, offsets, fmt, rowwise, columnwise, layout, amax, rng)
@@ -135,7 +137,7 @@ def rows_by_weight(
 ) -> Tensor:
     """Forward and dgrad: ``reference.grouped_gemm.rows_by_weight`` or the kernel of the same meaning."""
     options = {"transpose": transpose, "out_dtype": out_dtype, "bias": bias, "bias_scale": bias_scale}
-    if fast("gemm", offsets.device):
+    if fast("gemm", offsets.device, a, w):
         checks.offset_values(offsets, capacity)
         return cpu_gemm.rows_by_weight(a, w, offsets, capacity, product=reference_gemm.product, **options)  # type: ignore[arg-type]
     return reference_gemm.rows_by_weight(a, w, offsets, capacity, **options)  # type: ignore[arg-type]
@@ -143,7 +145,7 @@ def rows_by_weight(
 
 def wgrad(dy: GroupedTensor | Tensor, x: GroupedTensor | Tensor, offsets: Tensor, capacity: int) -> Tensor:
     """float32 (G, N, K): ``reference.grouped_gemm.wgrad`` or the kernel of the same meaning."""
-    if fast("gemm", offsets.device):
+    if fast("gemm", offsets.device, dy, x):
         checks.offset_values(offsets, capacity)
         return cpu_gemm.wgrad(dy, x, offsets, capacity, product=reference_gemm.product)
     return reference_gemm.wgrad(dy, x, offsets, capacity)

@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from blockscale.formats import Format, parse
 from blockscale.ops.backend import Choice, choose
+from blockscale.ops.quantize import fake_grouped
 from blockscale.ops.registry import NAMESPACE
+from blockscale.ops.stages import LAYOUT
 from blockscale.recipes import parse_recipe
 
 
@@ -49,10 +51,12 @@ class Explanation:
     Attributes:
         stages: in the order they run, forward then backward.
         saved: what is kept for backward.
+        cached: quantized weights that layers with ``cache_weights`` keep between calls.
     """
 
     stages: tuple[Stage, ...]
     saved: tuple[Saved, ...]
+    cached: tuple[Saved, ...] = ()
 
     @property
     def workspace_bytes(self) -> int:
@@ -64,9 +68,15 @@ class Explanation:
         """Bytes that exist only because backward needs them (parameters and arguments left out)."""
         return sum(s.nbytes for s in self.saved if s.owned)
 
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of quantized weights that stay between calls."""
+        return sum(s.nbytes for s in self.cached)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {**asdict(self), "workspace_bytes": self.workspace_bytes, "saved_bytes": self.saved_bytes}
+        totals = {name: getattr(self, name) for name in ("workspace_bytes", "saved_bytes", "cached_bytes")}
+        return {**asdict(self), **totals}
 
     def __str__(self) -> str:
         reasons = list(dict.fromkeys(s.choice.why for s in self.stages))
@@ -79,6 +89,10 @@ class Explanation:
             shape = " x ".join(map(str, t.shape)) or "scalar"
             saved.add_row(t.name, shape, t.dtype, f"{t.nbytes:,}" if t.owned else f"({t.nbytes:,})")
         saved.add_row("beyond parameters and arguments", "", "", f"{self.saved_bytes:,}")
+        for t in self.cached:
+            saved.add_row(f"{t.name} (cached)", " x ".join(map(str, t.shape)), t.dtype, f"{t.nbytes:,}")
+        if self.cached:
+            saved.add_row("quantized weights, between calls", "", "", f"{self.cached_bytes:,}")
         with open(os.devnull, "w") as sink:
             console = Console(width=150, record=True, file=sink)
             console.print(stages, *(Text(f"[{n + 1}] {why}") for n, why in enumerate(reasons)), saved)
@@ -98,6 +112,8 @@ def explain(module_or_op: nn.Module | Callable[..., Any], *args: Any, **kwargs: 
     Raises:
         What the call itself raises for arguments that metadata shows to be wrong.
     """
+    if not callable(module_or_op):
+        raise TypeError(f"module_or_op is {type(module_or_op).__name__}; a module or a function such as bs.quantize is needed")
     recorder = _Recorder()
     if isinstance(module_or_op, nn.Module):
         recorder.given |= {_storage(t): name for name, t in (*module_or_op.named_parameters(), *module_or_op.named_buffers())}
@@ -119,7 +135,11 @@ def explain(module_or_op: nn.Module | Callable[..., Any], *args: Any, **kwargs: 
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), recorder:
             module_or_op(*fakes[0], **fakes[1])
-    return Explanation((*recorder.forward, *(recorder.backward if saved else [])), tuple(saved.values()))
+    if not recorder.forward:
+        raise ValueError("module_or_op called no blockscale operator; a blockscale layer or function is needed")
+    passes = (*recorder.forward, *(recorder.backward if saved else []))
+    planes = ("rowwise", "columnwise") if saved else ("rowwise",)
+    return Explanation(passes, tuple(saved.values()), tuple(c for plane in planes for c in recorder.cached[plane]))
 
 
 def _storage(t: Tensor) -> int:
@@ -136,6 +156,7 @@ class _Recorder(TorchDispatchMode):
         self.given: dict[int, str] = {}
         self.made: dict[int, str] = {}
         self.keep: list[Tensor] = []
+        self.cached: dict[str, list[Saved]] = {"rowwise": [], "columnwise": []}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -145,12 +166,33 @@ class _Recorder(TorchDispatchMode):
             device = next(t.device for t in tree_leaves((result, args)) if isinstance(t, Tensor))
             made = result if isinstance(result, (list, tuple)) else [result]
             names = _OUTPUTS.get(name, ())
+            if values.get("recompute") and parse_recipe(values["recipe"]).input is not None:
+                names = _recomputed_outputs(values["recipe"])
             self.made |= {_storage(t): n for t, n in zip(made, names, strict=False)}
             self.keep += made
+            self._note_cached(name, values)
             forward, backward = _STAGES.get(name, _plain)(name, values)
             self.forward += [Stage("forward", what, choose(kind, device)) for kind, what in forward]
             self.backward = [Stage("backward", what, choose(kind, device)) for kind, what in backward] + self.backward
         return result
+
+    def _note_cached(self, name: str, values: dict[str, Any]) -> None:
+        """Planes that a weight's cache will hold, once a weight."""
+        weights = {"grouped_linear": ("weight",), "grouped_mlp": ("w1", "w2")}.get(name, ())
+        fmt = parse_recipe(values["recipe"]).weight if weights else None
+        if fmt is None or not (values.get("cache") is not None or values.get("caches")):
+            return
+        for w in weights:
+            weight = values[w]
+            G, N, K = weight.shape
+            label = self.given.get(_storage(weight), w)
+            for plane, noted in self.cached.items():
+                row = plane == "rowwise"
+                made = fake_grouped(weight, G * N, K, G, fmt, row, not row, LAYOUT)
+                nbytes = sum(t.nbytes for t in made)
+                entry = Saved(f"{label}, {plane}", tuple(weight.shape), fmt.label, nbytes, True)
+                if entry not in noted:
+                    noted.append(entry)
 
 
 Steps = list[tuple[str, str]]
@@ -169,46 +211,66 @@ def _to(fmt: Format | None, what: str, planes: str) -> Steps:
     return [] if fmt is None else [("quantize", f"{what} to {fmt.label}, {planes}")]
 
 
+def _later(values: dict[str, Any]) -> str:
+    """What is said of a weight gradient that backward leaves."""
+    return "" if values["queue"] is None else ", in backward_dw()"
+
+
 def _linear(name: str, values: dict[str, Any]) -> tuple[Steps, Steps]:
     r = parse_recipe(values["recipe"])
+    kept = "" if values["cache"] is None else ", once a weight version"
     planes = "both planes" if values["save_input"] else "rowwise"
-    forward = [*_to(r.input, "x", planes), *_to(r.weight, "weight", "rowwise"), ("gemm", "y = x W^T")]
-    backward = [*_to(r.gradient, "dy", "both planes"), *_to(r.weight, "weight", "columnwise"), ("gemm", "dx = dy W")]
-    backward += [("gemm", "dW = dy^T x")] + ([("reduce", "dbias")] if values["bias"] is not None else [])
+    forward = [*_to(r.input, "x", planes), *_to(r.weight, "weight", "rowwise" + kept), ("gemm", "y = x W^T")]
+    weight = _to(r.weight, "weight", "columnwise" + kept)
+    backward = [*_to(r.gradient, "dy", "both planes"), *weight, ("gemm", "dx = dy W")]
+    backward += [("gemm", "dW = dy^T x" + _later(values))] + ([("reduce", "dbias")] if values["bias"] is not None else [])
     return forward, backward
 
 
 def _mlp(name: str, values: dict[str, Any]) -> tuple[Steps, Steps]:
     r, act = parse_recipe(values["recipe"]), values["act"].partition(":")[0]
     planes = "both planes" if values["save_input"] else "rowwise"
+    kept = ", once a weight version" if values["caches"] else ""
+    row, column = "rowwise" + kept, "columnwise" + kept
+    again: Steps = [*_to(r.weight, "w1", row), ("gemm", "h = x W1^T, again")] if values["recompute"] else []
     forward: Steps = [
         *_to(r.input, "x", planes),
-        *_to(r.weight, "w1", "rowwise"),
+        *_to(r.weight, "w1", row),
         ("gemm", "h = x W1^T"),
         ("activation", f"a = {act}(h)"),
         *_to(r.input, "a", "rowwise"),
-        *_to(r.weight, "w2", "rowwise"),
+        *_to(r.weight, "w2", row),
         ("gemm", "y = a W2^T"),
     ]
     backward: Steps = [
+        *again,
         *_to(r.gradient, "dy", "both planes"),
         ("activation", f"a = {act}(h), again"),
         *_to(r.input, "a", "columnwise"),
-        ("gemm", "dW2 = dy^T a"),
+        ("gemm", "dW2 = dy^T a" + _later(values)),
         *([("reduce", "db2")] if values["b2"] is not None else []),
-        *_to(r.weight, "w2", "columnwise"),
+        *_to(r.weight, "w2", column),
         ("gemm", "da = dy W2"),
         ("activation", "dh and dprobs from da and h"),
         *([("reduce", "db1")] if values["b1"] is not None else []),
         *_to(r.gradient, "dh", "both planes"),
-        ("gemm", "dW1 = dh^T x"),
-        *_to(r.weight, "w1", "columnwise"),
+        ("gemm", "dW1 = dh^T x" + _later(values)),
+        *_to(r.weight, "w1", column),
         ("gemm", "dx = dh W1"),
     ]
     return forward, backward
 
 
 _PLANE = ("x columnwise data", "x columnwise scale", "x columnwise amax")
+
+
+def _recomputed_outputs(recipe: str) -> tuple[str, ...]:
+    """Names of what ``grouped_mlp`` makes when it does not keep h."""
+    fmt = parse_recipe(recipe).input
+    row = tuple(n.replace("columnwise", "rowwise") for n in _PLANE)
+    return ("y", *(row if fmt is not None and fmt.has_amax else row[:2]), *_PLANE)
+
+
 #: names of what an operator makes, for the list of what is kept
 _OUTPUTS = {
     "grouped_linear": ("y", *_PLANE),

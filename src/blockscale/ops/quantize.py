@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from blockscale.formats import MXFP8, NVFP4, Format, parse
+from blockscale.formats import Format, parse
 from blockscale.layouts import LAYOUTS
 from blockscale.ops import backend, checks, registry
 from blockscale.tensors import BlockScaledTensor, GroupedTensor, planes_from_list
-from blockscale.tensors.shapes import grouped_plane_shapes, plane_shapes
-
-TILED_FORMATS = (MXFP8, NVFP4)
+from blockscale.tensors.shapes import amax_shape, grouped_plane_shapes, plane_shapes, scale_dtype
 
 
 def rng_from(generator: torch.Generator | None, device: torch.device) -> Tensor:
     """int64[2] (seed, offset 0) drawn from ``generator`` (None: torch's default) on its own device."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator is {type(generator).__name__}; a torch.Generator or None is needed")
     source = device if generator is None else generator.device
     seed = torch.randint(-(2**63), 2**63 - 1, (1,), generator=generator, device=source)
     return torch.cat((seed, torch.zeros_like(seed))).to(device)
@@ -45,7 +46,7 @@ def quantize(
         layout: of the scales: "compact", "swizzled", "swizzled_8x4" or "linear" (FP8 formats: "compact" or "linear",
             which are the same).
         amax: float32 [1] to use instead of the tensor's own amax, or [2, 1] (rowwise; columnwise, after the transform if
-            there is one). NVFP4 and FP8Tensor only.
+            there is one). NVFP4 and FP8Tensor only. Row-scaled NVFP4: with one plane asked, in the shape of its amax.
         generator: source of random bits for ``stochastic=True``; None: torch's default.
         rng: int64[2] (seed, offset) on x's device, instead of ``generator``.
         out: a result to overwrite, made by the same call; no memory is kept besides.
@@ -63,7 +64,7 @@ def quantize(
     """
     x = checks.matrix("x", x_MK)
     check_options(fmt, rowwise, columnwise, layout, LAYOUTS)
-    amax = _check_amax(amax, fmt, x, 1)
+    amax = _check_amax(amax, fmt, x, None, rowwise, columnwise)
     rng = check_rng(rng, generator, fmt, x)
     shape = (x.shape[0], x.shape[1])
     if out is not None:
@@ -110,7 +111,7 @@ def quantize_grouped(
     offsets = checks.offsets(offsets)
     checks.same_device(x=x, offsets=offsets)
     check_options(fmt, rowwise, columnwise, layout, ("compact", "swizzled"))
-    amax = _check_amax(amax, fmt, x, offsets.shape[0] - 1)
+    amax = _check_amax(amax, fmt, x, offsets.shape[0] - 1, rowwise, columnwise)
     rng = check_rng(rng, generator, fmt, x)
     shape = (x.shape[0], x.shape[1])
     args = (x, offsets, fmt.spec(), rowwise, columnwise, layout, amax, rng)
@@ -128,23 +129,38 @@ def check_options(fmt: object, rowwise: bool, columnwise: bool, layout: str, leg
     """Raise unless the format, the planes and the layout go together; ``legal``: layouts of this kind of tensor."""
     if not isinstance(fmt, Format) or type(fmt) is Format:
         raise TypeError(f"fmt is {type(fmt).__name__}; a format such as MXFP8() is needed")
+    for name, value in (("rowwise", rowwise), ("columnwise", columnwise)):
+        checks.flag(name, value)
     if not (rowwise or columnwise):
         raise ValueError("rowwise=False and columnwise=False: at least one plane must be asked for")
-    if not isinstance(fmt, TILED_FORMATS):
+    if not fmt.has_codes:
         legal = tuple(name for name in legal if "swizzled" not in name)
     if layout not in legal:
         raise ValueError(f"layout={layout!r} is not legal for {fmt.kind} here; legal: {', '.join(map(repr, legal))}")
 
 
-def _check_amax(amax: Tensor | None, fmt: Format, x: Tensor, num_groups: int) -> Tensor | None:
+def _check_amax(
+    amax: Tensor | None, fmt: Format, x: Tensor, num_groups: int | None, rowwise: bool, columnwise: bool
+) -> Tensor | None:
     if amax is None:
         return None
     if not fmt.has_amax:
         raise ValueError(f"amax is given but {fmt.kind} has no global scale; leave it None")
     checks.dtype("amax", amax, (torch.float32,))
-    if tuple(amax.shape) not in ((num_groups,), (2, num_groups)):
-        raise ValueError(f"amax has shape {tuple(amax.shape)}; ({num_groups},) or (2, {num_groups}) is needed")
+    if fmt.scales_rows:
+        if rowwise and columnwise:
+            raise ValueError("amax is given and both planes are asked; a row-scaled format takes the amax of one plane at a time")
+        expected = amax_shape(fmt, "rowwise" if rowwise else "columnwise", x.shape[0], x.shape[1], num_groups)
+        checks.shape("amax", amax, expected, "one a row of the stored plane")
+        return amax
+    groups = 1 if num_groups is None else num_groups
+    if tuple(amax.shape) not in ((groups,), (2, groups)):
+        raise ValueError(f"amax has shape {tuple(amax.shape)}; ({groups},) or (2, {groups}) is needed")
     checks.same_device(x=x, amax=amax)
+    if amax.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(amax, FakeTensor):
+        wrong = amax[~(amax >= 0)]
+        if wrong.numel():
+            raise ValueError(f"amax holds {wrong[0].item()}; a largest magnitude is needed, >= 0 and not NaN")
     return amax
 
 
@@ -232,14 +248,9 @@ def _quantize_grouped_out(
     kept_offsets.copy_(offsets)
 
 
-def _fake_planes(x: Tensor, fmt: Format, shapes: list[tuple[tuple[int, ...], tuple[int, ...]]], G: int) -> list[Tensor]:
-    scale_dtype = torch.uint8 if isinstance(fmt, TILED_FORMATS) else torch.float32
-    result: list[Tensor] = []
-    for data, scale in shapes:
-        result.append(x.new_empty(data, dtype=torch.uint8))
-        result.append(x.new_empty(scale, dtype=scale_dtype))
-        result.append(x.new_empty(G if fmt.has_amax else 0, dtype=torch.float32))
-    return result
+def _fake_plane(x: Tensor, fmt: Format, data: tuple[int, ...], scale: tuple[int, ...], amax: tuple[int, ...]) -> list[Tensor]:
+    shapes = ((data, torch.uint8), (scale, scale_dtype(fmt)), (amax, torch.float32))
+    return [x.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 
 
 def _asked(rowwise: bool, columnwise: bool) -> list[str]:
@@ -250,7 +261,10 @@ def _quantize_fake(
     x: Tensor, fmt: str, rowwise: bool, columnwise: bool, layout: str, amax: Tensor | None, rng: Tensor | None
 ) -> list[Tensor]:
     f, (M, K) = parse(fmt), x.shape
-    return _fake_planes(x, f, [plane_shapes(f, M, K, p, layout) for p in _asked(rowwise, columnwise)], 1)
+    result: list[Tensor] = []
+    for p in _asked(rowwise, columnwise):
+        result += _fake_plane(x, f, *plane_shapes(f, M, K, p, layout), amax_shape(f, p, M, K, None))
+    return result
 
 
 def _quantize_grouped_fake(
@@ -270,8 +284,11 @@ def fake_grouped(
     x: Tensor, capacity: int, K: int, G: int, fmt: Format, rowwise: bool, columnwise: bool, layout: str
 ) -> list[Tensor]:
     """Empty planes of a grouped tensor, in the operators' order."""
-    asked = _asked(rowwise, columnwise)
-    return _fake_planes(x, fmt, [grouped_plane_shapes(fmt, capacity, K, G, p, layout) for p in asked], G)
+    result: list[Tensor] = []
+    for p in _asked(rowwise, columnwise):
+        shapes = grouped_plane_shapes(fmt, capacity, K, G, p, layout)
+        result += _fake_plane(x, fmt, *shapes, amax_shape(fmt, p, capacity, K, G))
+    return result
 
 
 _PLAIN = "Tensor x, str fmt, bool rowwise, bool columnwise, str layout, Tensor? amax, Tensor? rng"

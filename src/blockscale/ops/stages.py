@@ -60,9 +60,7 @@ def forward_gemm(
     x: Operand, w: Operand, offsets: Tensor, dtype: torch.dtype, bias: Tensor | None, bias_scale: Tensor | None = None
 ) -> Tensor:
     """y = x W^T + bias * bias_scale, rounded once to ``dtype``."""
-    return backend.rows_by_weight(
-        x, w, offsets, x.shape[0], transpose=True, out_dtype=dtype, bias=bias, bias_scale=bias_scale
-    )
+    return backend.rows_by_weight(x, w, offsets, x.shape[0], transpose=True, out_dtype=dtype, bias=bias, bias_scale=bias_scale)
 
 
 def dgrad_gemm(dy: Operand, w: Operand, offsets: Tensor, dtype: torch.dtype) -> Tensor:
@@ -94,20 +92,26 @@ def activation_backward(dy: Tensor, h: Tensor, offsets: Tensor, probs: Tensor | 
     return run_backward(dy, h, probs, offsets, act.act, act.interleave)
 
 
-def columnwise_tensors(x: Operand) -> list[Tensor]:
-    """The columnwise plane as a list to save for backward; nothing for a high-precision tensor."""
-    return x.plane("columnwise").tensors() if isinstance(x, GroupedTensor) else []
+def plane_tensors(x: Operand, plane: str = "columnwise") -> list[Tensor]:
+    """A plane as a list to save for backward; nothing for a high-precision tensor."""
+    return x.plane(plane).tensors() if isinstance(x, GroupedTensor) else []
 
 
-def columnwise_operand(
-    saved: list[Tensor], x: Tensor | None, shape: tuple[int, int], fmt: Format | None, offsets: Tensor
+def saved_operand(
+    saved: list[Tensor],
+    x: Tensor | None,
+    shape: tuple[int, int],
+    fmt: Format | None,
+    offsets: Tensor,
+    plane: str = "columnwise",
 ) -> Operand:
-    """Inverse of :func:`columnwise_tensors`; ``x`` itself when ``fmt`` is None."""
+    """Inverse of :func:`plane_tensors`; ``x`` itself when ``fmt`` is None."""
     if fmt is None:
         assert x is not None
         return x
-    plane = Plane(saved[0], saved[1], saved[2] if fmt.has_amax else None, LAYOUT)
-    return GroupedTensor(shape, fmt, None, plane, offsets)
+    p = Plane(saved[0], saved[1], saved[2] if fmt.has_amax else None, LAYOUT)
+    row, column = (p, None) if plane == "rowwise" else (None, p)
+    return GroupedTensor(shape, fmt, row, column, offsets)
 
 
 def next_rng(rng: Tensor | None, step: int) -> Tensor | None:

@@ -25,10 +25,20 @@ PAD = 32
 
 @dataclass
 class Frame:
-    """float32 (P, columns) operand values and the scale that the accumulator still needs, float32 (G,) or None."""
+    """float32 (P, columns) operand values and the scale that the accumulator still needs.
+
+    ``scale`` is float32 (G,) or None; of a row-scaled operand, (P,) for a rowwise plane, (G, columns) for a columnwise one.
+    """
 
     values: Tensor
     scale: Tensor | None
+    by_slot: bool = False
+
+    def factor(self, g: int, slots: slice) -> Tensor | None:
+        """The scale of a group: 0-dimensional, or one entry for each of its rows (columns) that the product keeps."""
+        if self.scale is None:
+            return None
+        return self.scale[slots] if self.by_slot else self.scale[g]
 
 
 def frame(operand: Operand, plane: str, tiles: TileMap) -> Frame:
@@ -36,7 +46,8 @@ def frame(operand: Operand, plane: str, tiles: TileMap) -> Frame:
     if isinstance(operand, GroupedTensor):
         logical = operand.logical(plane)
         x = values(logical, operand.format, plane, tiles, operand.shape[1], with_global=False)
-        return Frame(x, global_scale(logical, operand.format))
+        by_slot = operand.format.scales_rows and plane == "rowwise"
+        return Frame(x, global_scale(logical, operand.format), by_slot)
     return Frame(tiles.to_frame(operand.flatten(0, -2).to(torch.bfloat16)).float(), None)
 
 
@@ -63,10 +74,14 @@ def product(a: Tensor, b: Tensor) -> Tensor:
         torch.set_float32_matmul_precision(precision)
 
 
-def _alpha(a: Frame, b: Frame) -> Tensor | None:
-    if a.scale is None or b.scale is None:
-        return b.scale if a.scale is None else a.scale
-    return a.scale * b.scale
+def _times_alpha(acc: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:
+    """The accumulator times alpha = fl(a * b); ``a`` belongs to its rows, ``b`` to its columns, where they are not one number."""
+    if a is not None and a.dim():
+        a = a[:, None]
+    if a is None or b is None:
+        alpha = b if a is None else a
+        return acc if alpha is None else acc * alpha
+    return acc * (a * b)
 
 
 def rows_by_weight(
@@ -91,7 +106,6 @@ def rows_by_weight(
     w_tiles = weight_tiles(w, tiles.num_groups)
     a_f = frame(a, "rowwise", tiles)
     w_f = frame(w, "rowwise" if transpose else "columnwise", w_tiles)
-    alpha = _alpha(a_f, w_f)
     N = w.matrix_rows if isinstance(w, GroupedTensor) else w.shape[1]
     assert N is not None
     columns = N if transpose else w_f.values.shape[1]
@@ -101,8 +115,8 @@ def rows_by_weight(
             continue
         w_start = g * round_up(N, 128)
         w_NK = w_f.values[w_start : w_start + N]
-        acc = product(a_f.values[slot : slot + round_up(rows, PAD)], w_NK.mT if transpose else w_NK)
-        acc = acc[:rows] if alpha is None else acc[:rows] * alpha[g]
+        acc = product(a_f.values[slot : slot + round_up(rows, PAD)], w_NK.mT if transpose else w_NK)[:rows]
+        acc = _times_alpha(acc, a_f.factor(g, slice(slot, slot + rows)), w_f.factor(g, slice(w_start, w_start + N)))
         if bias is not None:
             b = bias[g].float()
             acc = acc + (b if bias_scale is None else bias_scale[start : start + rows, None] * b)
@@ -114,14 +128,13 @@ def wgrad(dy: Operand, x: Operand, offsets: Tensor, capacity: int) -> Tensor:
     """dW = dy^T x for each group, from columnwise planes: float32 (G, N, K); zeros for a group without rows."""
     tiles = TileMap(offsets, capacity)
     dy_f, x_f = frame(dy, "columnwise", tiles), frame(x, "columnwise", tiles)
-    alpha = _alpha(dy_f, x_f)
     shape = (tiles.num_groups, dy_f.values.shape[1], x_f.values.shape[1])
     dw = torch.zeros(shape, dtype=torch.float32, device=dy_f.values.device)
     for g, (_, rows, slot) in enumerate(_groups(tiles)):
         if rows:
             slots = slice(slot, slot + round_up(rows, PAD))
             acc = product(dy_f.values[slots].mT, x_f.values[slots])
-            dw[g] = acc if alpha is None else acc * alpha[g]
+            dw[g] = _times_alpha(acc, dy_f.factor(g, slots), x_f.factor(g, slots))
     return dw
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockscale.formats import MXFP8, e8m0_ceil, e8m0_floor, e8m0_inverse, element, encode
+from blockscale.formats import MXFP4, MXFP8, e8m0_ceil, e8m0_floor, e8m0_inverse, element, encode
 from blockscale.formats.scales import reciprocal_f32
 from blockscale.layouts import ceil_div
 from blockscale.reference.planes import Planes, block_amax
@@ -17,7 +17,7 @@ from blockscale.tensors.arrange import Logical
 BLOCK = 32
 
 
-def scale_code(amax: Tensor, fmt: MXFP8) -> Tensor:
+def scale_code(amax: Tensor, fmt: MXFP8 | MXFP4) -> Tensor:
     """E8M0 code of a block from its float32 amax."""
     kind = element(fmt.element)
     if fmt.scale_rounding == "floor":

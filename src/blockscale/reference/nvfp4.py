@@ -6,15 +6,19 @@ its transposed tiles in the same form, R = (T, K): T tiles of 128 slots, K colum
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from blockscale.formats import NVFP4, decode, encode, pack_e2m1
-from blockscale.formats.scales import FLT_MAX, divide, nvfp4_encode_scale, reciprocal_f32
+from blockscale.formats.scales import FLT_MAX, divide, nvfp4_decode_scale, nvfp4_encode_scale, reciprocal_f32
 from blockscale.layouts import TILE, TileMap, ceil_div
+from blockscale.reference import four_over_six
 from blockscale.reference.philox import philox
-from blockscale.reference.planes import Planes, block_amax, group_amax, of_tile
+from blockscale.reference.planes import Planes, block_amax, column_amax, group_amax, of_tile
 from blockscale.tensors.arrange import Logical
 
 BLOCK = 16
@@ -60,25 +64,33 @@ def stochastic_codes(y: Tensor, bits: Tensor) -> Tensor:
     return encode(n.add_(up).mul_(step).copysign_(y), "e2m1")
 
 
+def scale_codes(amax_b: Tensor, amax_g: Tensor, fmt: NVFP4, four: Tensor | None) -> Tensor:
+    """E4M3 codes of blocks from their amax and the (broadcast) global amax; ``four``: which of them are mapped to 4."""
+    if four is None:
+        return block_scale(amax_b, nvfp4_encode_scale(amax_g))
+    s6, s4 = four_over_six.both_scales(amax_b, amax_g, fmt)
+    return torch.where(four, s4, s6)
+
+
 def quantize_rows(
-    x_RBv: Tensor, amax_g: Tensor, nan: str, scale_RB: Tensor | None = None, bits: Tensor | None = None
+    x_RBv: Tensor, amax_g: Tensor, fmt: NVFP4, scale_RB: Tensor | None = None, bits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of rows of blocks.
 
     Args:
         x_RBv: float32.
         amax_g: float32, the global amax of each block, broadcast to (R, B).
-        nan: "propagate" or "ignore".
         scale_RB: the block scales when decided elsewhere (16x16).
         bits: random bits (R, B, 16) for stochastic rounding.
 
     Returns:
         uint8 (R, B, 16) unpacked E2M1 codes and uint8 (R, B) E4M3 scale codes.
     """
-    s_enc = nvfp4_encode_scale(amax_g)
     if scale_RB is None:
-        scale_RB = block_scale(block_amax(x_RBv.abs(), nan), s_enc)
-    enc = divide(1.0, decode(scale_RB, "e4m3") * divide(1.0, s_enc)).clamp_(max=FLT_MAX)
+        amax_b = block_amax(x_RBv.abs(), fmt.nan)
+        four = four_over_six.choose_four(x_RBv, amax_b, amax_g, fmt) if fmt.four_over_six else None
+        scale_RB = scale_codes(amax_b, amax_g, fmt, four)
+    enc = divide(1.0, decode(scale_RB, "e4m3") * nvfp4_decode_scale(amax_g, fmt.range)).clamp_(max=FLT_MAX)
     y = x_RBv * enc[..., None]
     codes = encode(y, "e2m1") if bits is None else stochastic_codes(y, bits)
     return codes, scale_RB
@@ -93,55 +105,85 @@ def quantize_planes(
     amax: Tensor | None,
     rng: Tensor | None,
 ) -> Planes:
-    """Both planes of a float32 frame (P, K); ``amax`` float32 (2, G) when given, ``rng`` int64[2] when stochastic."""
+    """Both planes of a float32 frame (P, K).
+
+    Args:
+        amax: float32 (2, G) when given; row-scaled, with one plane asked: (P,) rowwise, (G, K) columnwise.
+        rng: int64[2] when stochastic.
+    """
     T, (P, K) = tiles.num_tiles, frame_PK.shape
     x_PBv = F.pad(frame_PK, (0, -K % BLOCK)).view(P, ceil_div(K, BLOCK), BLOCK)
-    square = block_amax(x_PBv.abs(), fmt.nan).view(P // BLOCK, BLOCK, x_PBv.shape[1]).mT if fmt.is_2d else None
-    square = None if square is None else block_amax(square, fmt.nan)
+    square = _square(x_PBv, tiles, fmt, None if amax is None else amax[0]) if fmt.is_2d else None
     row, column = None, None
     if rowwise:
-        row = _rows(x_PBv, tiles, fmt, K, square, None if amax is None else amax[0], rng)
+        row = _rows(x_PBv, tiles, fmt, K, square, amax if amax is None or fmt.row_scaled else amax[0], rng)
     if columnwise:
         x_TKBv = frame_PK.view(T, TILE, K).mT.reshape(T, K, TILE // BLOCK, BLOCK)
-        column = _columns(x_TKBv, tiles, fmt, square, None if amax is None else amax[1], rng)
+        column = _columns(x_TKBv, tiles, fmt, square, amax if amax is None or fmt.row_scaled else amax[1], rng)
     return row, column
 
 
+@dataclass
+class Square:
+    """What the two planes of 16x16 blocks share: amax (P/16, B), and with four over six which of them are mapped to 4."""
+
+    amax: Tensor
+    four: Tensor | None
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> Square:
+        """Both rearranged alike."""
+        return Square(f(self.amax), None if self.four is None else f(self.four))
+
+
+def _square(x_PBv: Tensor, tiles: TileMap, fmt: NVFP4, amax: Tensor | None) -> Square:
+    """Decided from the row plane, whose global amax is ``amax`` (G,) when given."""
+    P, B, _ = x_PBv.shape
+    square = block_amax(block_amax(x_PBv.abs(), fmt.nan).view(P // BLOCK, BLOCK, B).mT, fmt.nan)
+    if not fmt.four_over_six:
+        return Square(square, None)
+    amax_P1 = of_tile(group_amax(x_PBv, tiles) if amax is None else amax, tiles).repeat_interleave(TILE)[:, None]
+    return Square(square, four_over_six.choose_four(x_PBv, square.repeat_interleave(BLOCK, 0), amax_P1, fmt))
+
+
 def _rows(
-    x_PBv: Tensor, tiles: TileMap, fmt: NVFP4, K: int, square: Tensor | None, amax: Tensor | None, rng: Tensor | None
+    x_PBv: Tensor, tiles: TileMap, fmt: NVFP4, K: int, square: Square | None, amax: Tensor | None, rng: Tensor | None
 ) -> Logical:
     P, B, _ = x_PBv.shape
-    amax = group_amax(x_PBv, tiles) if amax is None else amax
-    amax_P1 = of_tile(amax, tiles).repeat_interleave(TILE)[:, None]
+    if amax is None:
+        amax = block_amax(x_PBv.abs().flatten(1), "ignore") if fmt.row_scaled else group_amax(x_PBv, tiles)
+    amax_P1 = (amax if fmt.row_scaled else of_tile(amax, tiles).repeat_interleave(TILE))[:, None]
     scale, bits = None, None
     if square is not None:
-        scale = block_scale(square.repeat_interleave(BLOCK, 0), nvfp4_encode_scale(amax_P1))
+        by_row = square.map(lambda t: t.repeat_interleave(BLOCK, 0))
+        scale = scale_codes(by_row.amax, amax_P1, fmt, by_row.four)
     if fmt.stochastic:
         assert rng is not None
         local_P = tiles.local.repeat_interleave(TILE) * TILE + torch.arange(TILE, device=rng.device).repeat(len(tiles.local))
         group_P1 = tiles.group.repeat_interleave(TILE)[:, None]
         bits = random_bits(rng, torch.arange(B, device=rng.device), local_P[:, None], group_P1, plane=0)
-    codes, scale = quantize_rows(x_PBv, amax_P1, fmt.nan, scale, bits)
+    codes, scale = quantize_rows(x_PBv, amax_P1, fmt, scale, bits)
     present = (torch.arange(B * BLOCK, device=codes.device) < K) & (tiles.source >= 0)[:, None]
     return Logical(pack_e2m1(codes.view(P, B * BLOCK).masked_fill_(~present, 0)), scale, amax)
 
 
-def _columns(x_TKBv: Tensor, tiles: TileMap, fmt: NVFP4, square: Tensor | None, amax: Tensor | None, rng: Tensor | None) -> Logical:
+def _columns(x_TKBv: Tensor, tiles: TileMap, fmt: NVFP4, square: Square | None, amax: Tensor | None, rng: Tensor | None) -> Logical:
     T, K, B, _ = x_TKBv.shape
     present = (tiles.source >= 0).view(T, 1, B, BLOCK)
     if fmt.hadamard:  # all outputs of a block with a live row are kept
         present = present.any(-1, keepdim=True)
         x_TKBv = hadamard(x_TKBv)
-    amax = group_amax(x_TKBv, tiles) if amax is None else amax
-    amax_T11 = of_tile(amax, tiles)[:, None, None]
+    if amax is None:
+        amax = column_amax(x_TKBv, tiles) if fmt.row_scaled else group_amax(x_TKBv, tiles)
+    per_column = amax if fmt.row_scaled else amax[:, None]
+    amax_TK1 = F.pad(per_column, (0, 0, 0, 1))[tiles.group][..., None]
     scale, bits = None, None
     if square is not None:
-        square_TKB = square.view(T, B, square.shape[1]).mT.repeat_interleave(BLOCK, 1)[:, :K]
-        scale = block_scale(square_TKB, nvfp4_encode_scale(amax_T11))
+        by_column = square.map(lambda t: t.view(T, B, t.shape[1]).mT.repeat_interleave(BLOCK, 1)[:, :K])
+        scale = scale_codes(by_column.amax, amax_TK1, fmt, by_column.four)
     if fmt.stochastic:
         assert rng is not None
         local_T1B = (tiles.local[:, None] * B + torch.arange(B, device=rng.device))[:, None]
         column_K1 = torch.arange(K, device=rng.device)[:, None]
         bits = random_bits(rng, local_T1B, column_K1, tiles.group[:, None, None], plane=1)
-    codes, scale = quantize_rows(x_TKBv, amax_T11, fmt.nan, scale, bits)
+    codes, scale = quantize_rows(x_TKBv, amax_TK1, fmt, scale, bits)
     return Logical(pack_e2m1(codes.masked_fill_(~present, 0).view(T, K, TILE)), scale, amax)

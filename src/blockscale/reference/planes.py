@@ -26,6 +26,13 @@ def group_amax(frame: Tensor, tiles: TileMap) -> Tensor:
     return result.scatter_reduce_(0, tiles.group, per_tile, "amax")[:-1]
 
 
+def column_amax(x_TKBv: Tensor, tiles: TileMap) -> Tensor:
+    """float32 (G, K): the largest magnitude of each column of each group, NaNs left out; 0 for nothing."""
+    per_tile = block_amax(x_TKBv.abs().flatten(2), "ignore")
+    result = per_tile.new_zeros((tiles.num_groups + 1, per_tile.shape[1]))
+    return result.scatter_reduce_(0, tiles.group[:, None].expand_as(per_tile), per_tile, "amax")[:-1]
+
+
 def of_tile(per_group: Tensor, tiles: TileMap) -> Tensor:
     """(G,) -> (T,); 0 for a tile that no group uses."""
     return F.pad(per_group, (0, 1))[tiles.group]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockscale.formats import MXFP8, NVFP4, Format, FP8Block, FP8Tensor, decode, e8m0_decode, unpack_e2m1
+from blockscale.formats import NVFP4, Format, FP8Block, FP8Tensor, decode, e8m0_decode, unpack_e2m1
 from blockscale.formats.scales import nvfp4_decode_scale
 from blockscale.layouts import TILE, TileMap
 from blockscale.tensors.arrange import Logical
@@ -16,22 +16,25 @@ from blockscale.tensors.arrange import Logical
 
 def element_values(plane: Logical, fmt: Format) -> Tensor:
     """float32 element values, no scale applied: rowwise (P, K'), columnwise (P, K) or transposed (T, K, 128)."""
-    codes = unpack_e2m1(plane.data) if isinstance(fmt, NVFP4) else plane.data
+    codes = unpack_e2m1(plane.data) if fmt.packed else plane.data
     return decode(codes.contiguous(), fmt.element_name)
 
 
 def block_scales(plane: Logical, fmt: Format) -> Tensor:
     """float32 block scales in the shape of ``plane.scale`` (FP8 per tensor: not called)."""
-    if isinstance(fmt, MXFP8):
+    if fmt.scale_type == "e8m0":
         return e8m0_decode(plane.scale)
-    return decode(plane.scale.contiguous(), "e4m3") if isinstance(fmt, NVFP4) else plane.scale
+    return decode(plane.scale.contiguous(), "e4m3") if fmt.scale_type == "e4m3" else plane.scale
 
 
 def global_scale(plane: Logical, fmt: Format) -> Tensor | None:
-    """float32 (G,): what remains to multiply after the block scales; None for formats without one."""
+    """float32: what remains to multiply after the block scales; None for formats without one.
+
+    (G,); row-scaled: (P,) of a rowwise plane, (G, K) of a columnwise one.
+    """
     if isinstance(fmt, NVFP4):
         assert plane.amax is not None
-        return nvfp4_decode_scale(plane.amax)
+        return nvfp4_decode_scale(plane.amax, fmt.range)
     return plane.scale if isinstance(fmt, FP8Tensor) else None
 
 
@@ -43,23 +46,32 @@ def values(plane: Logical, fmt: Format, which: str, tiles: TileMap, K: int, *, w
             result is the operand of a matrix product, whose accumulator is multiplied by alpha afterwards.
     """
     q = element_values(plane, fmt)
-    total = global_scale(plane, fmt)
-    per_tile = None if total is None or not with_global else F.pad(total, (0, 1))[tiles.group]
     T, P = tiles.num_tiles, tiles.num_tiles * TILE
     if T == 0:
         return q.new_zeros((0, K))
     if isinstance(fmt, FP8Tensor):
         x = q if which == "rowwise" else q.mT.reshape(P, K)
-        x = x if per_tile is None else x * per_tile.repeat_interleave(TILE)[:, None]
+        if with_global:
+            x = x * F.pad(plane.scale, (0, 1))[tiles.group].repeat_interleave(TILE)[:, None]
     else:
         s = block_scales(plane, fmt)
-        if per_tile is not None:
-            s = s * per_tile.repeat_interleave(s.shape[0] // T).view(-1, *(1,) * (s.dim() - 1))
+        if with_global and (total := global_scale(plane, fmt)) is not None:
+            s = s * _of_blocks(total, fmt, which, tiles, s)
         x = _times_blocks(q, s, fmt, which, T, K)
-    if isinstance(fmt, NVFP4) and which == "columnwise" and not fmt.hadamard:
+    if fmt.packed and which == "columnwise" and not getattr(fmt, "hadamard", False):
         # elsewhere absent elements are zero already (a partial transform block is wholly data)
         x = x.masked_fill((tiles.source < 0)[:, None], 0)
     return x.contiguous()
+
+
+def _of_blocks(total: Tensor, fmt: Format, which: str, tiles: TileMap, s: Tensor) -> Tensor:
+    """The global scale of each block, so that it broadcasts to the block scales ``s``."""
+    if fmt.scales_rows and which == "rowwise":
+        return total[:, None]
+    if fmt.scales_rows:
+        return F.pad(total, (0, 0, 0, 1))[tiles.group][..., None]
+    per_tile = F.pad(total, (0, 1))[tiles.group]
+    return per_tile.repeat_interleave(s.shape[0] // tiles.num_tiles).view(-1, *(1,) * (s.dim() - 1))
 
 
 def _times_blocks(q: Tensor, s: Tensor, fmt: Format, which: str, T: int, K: int) -> Tensor:
@@ -68,7 +80,7 @@ def _times_blocks(q: Tensor, s: Tensor, fmt: Format, which: str, T: int, K: int)
         if isinstance(fmt, FP8Block) and fmt.is_2d:
             s = s.repeat_interleave(TILE, 0)
         return q[:, :K] * s.repeat_interleave(v, 1)[:, :K]
-    if isinstance(fmt, MXFP8):
+    if not fmt.transposed:
         return q * s.repeat_interleave(v, 0)
     if isinstance(fmt, FP8Block):
         if fmt.is_2d:

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from blockscale.formats import Format, FP8Tensor
 from blockscale.layouts import PLANES, GroupExtent, TileMap, offsets_from_sizes
-from blockscale.tensors.arrange import Logical, place_grouped, place_plain, restore_grouped, restore_plain
+from blockscale.tensors.arrange import (
+    Logical,
+    place_amax,
+    place_grouped,
+    place_plain,
+    restore_amax,
+    restore_grouped,
+    restore_plain,
+)
 from blockscale.tensors.decode import values
 
 
@@ -26,7 +34,8 @@ class Plane:
     Attributes:
         data: uint8 element codes (E2M1: two a byte).
         scale: the decode scale: uint8 E8M0 or E4M3 codes, or float32.
-        amax: float32 [1] or [G] for the formats with a global scale, else None.
+        amax: float32 [1] or [G] for the formats with a global scale, else None. Row-scaled: rowwise [M] or [capacity],
+            columnwise [K] or [G, K].
         layout: arrangement of ``scale``: "compact", "swizzled", "swizzled_8x4" or "linear".
     """
 
@@ -119,13 +128,14 @@ class BlockScaledTensor(_Quantized):
 
     def to(self, device: torch.device | str) -> BlockScaledTensor:
         """The same tensor on ``device``."""
-        return _map(self, lambda t: t.to(device))
+        target = torch.device(device)
+        return _map(self, lambda t: t.to(target))
 
     def logical(self, plane: str = "rowwise") -> Logical:
         """The plane without its arrangement (see ``tensors.arrange.Logical``)."""
         p = self.plane(plane)
         restored = restore_plain(p.data, p.scale, self.format, plane, p.layout, self.shape)
-        return replace(restored, amax=p.amax)
+        return replace(restored, amax=restore_amax(p.amax, self.format, plane, self._tiles, self.shape[1]))
 
     def with_layout(self, layout: str) -> BlockScaledTensor:
         """The same tensor with its scales in another layout."""
@@ -138,9 +148,13 @@ class BlockScaledTensor(_Quantized):
     def dequantize(self, dtype: torch.dtype = torch.float32, plane: str = "rowwise") -> Tensor:
         """(M, K) values of a plane, computed in float32 and rounded once to ``dtype``."""
         M, K = self.shape
-        tiles = TileMap(torch.tensor([0, M], device=self.device), M)
-        frame = values(self.logical(plane), self.format, plane, tiles, K, with_global=True)
+        frame = values(self.logical(plane), self.format, plane, self._tiles, K, with_global=True)
         return frame[:M].to(dtype)
+
+    @property
+    def _tiles(self) -> TileMap:
+        """The tiles of one group of all rows."""
+        return TileMap(torch.tensor([0, self.shape[0]], device=self.device), self.shape[0])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -178,13 +192,15 @@ class GroupedTensor(_Quantized):
 
     def to(self, device: torch.device | str) -> GroupedTensor:
         """The same tensor on ``device``."""
-        return replace(_map(self, lambda t: t.to(device)), offsets=self.offsets.to(device))
+        target = torch.device(device)
+        return replace(_map(self, lambda t: t.to(target)), offsets=self.offsets.to(target))
 
     def logical(self, plane: str = "rowwise") -> Logical:
         """The plane without its arrangement (see ``tensors.arrange.Logical``)."""
         p = self.plane(plane)
-        restored = restore_grouped(p.data, p.scale, self.format, plane, p.layout, self.tiles, self.shape[1])
-        return replace(restored, amax=p.amax)
+        tiles, K = self.tiles, self.shape[1]
+        restored = restore_grouped(p.data, p.scale, self.format, plane, p.layout, tiles, K)
+        return replace(restored, amax=restore_amax(p.amax, self.format, plane, tiles, K))
 
     def with_layout(self, layout: str) -> GroupedTensor:
         """The same tensor with its scales in another layout ("compact" or "swizzled")."""
@@ -212,7 +228,7 @@ class GroupedTensor(_Quantized):
         shape = (extent.rows, self.shape[1])
         planes: dict[str, Plane | None] = {"rowwise": None, "columnwise": None}
         for name in self.planes:
-            logical = _cut(self.logical(name), self.format, extent, self.tiles.num_tiles, index)
+            logical = _cut(self.logical(name), self.format, name, extent, self.tiles.num_tiles, index)
             data, scale = place_plain(logical, self.format, name, layout, shape)
             planes[name] = Plane(data, scale, logical.amax, layout)
         return BlockScaledTensor(shape, self.format, planes["rowwise"], planes["columnwise"], extent)
@@ -240,8 +256,9 @@ class GroupedTensor(_Quantized):
         old, new = self.tiles, TileMap(offsets, capacity)
         planes: dict[str, Plane] = {}
         for name, p in self.planes.items():
-            logical = _retile(self.logical(name), self.format, old, new)
-            planes[name] = Plane(*place_grouped(logical, self.format, name, p.layout, new), p.amax, p.layout)
+            logical = _retile(self.logical(name), self.format, name, old, new)
+            amax = place_amax(logical.amax, self.format, name, new)
+            planes[name] = Plane(*place_grouped(logical, self.format, name, p.layout, new), amax, p.layout)
         return GroupedTensor((capacity, self.shape[1]), self.format, planes.get("rowwise"), planes.get("columnwise"), offsets)
 
 
@@ -249,8 +266,8 @@ def _map(tensor: AnyTensor, f: Callable[[Tensor], Tensor]) -> AnyTensor:
     return replace(tensor, **{name: p.map(f) for name, p in tensor.planes.items()})  # type: ignore[arg-type]
 
 
-def _cut(logical: Logical, fmt: Format, extent: GroupExtent, tiles: int, index: int) -> Logical:
-    """The tiles of one group."""
+def _cut(logical: Logical, fmt: Format, which: str, extent: GroupExtent, tiles: int, index: int) -> Logical:
+    """The tiles of one group; its amax as a plain tensor keeps it."""
 
     def cut(x: Tensor) -> Tensor:
         per_tile = x.shape[0] // max(tiles, 1)
@@ -260,10 +277,13 @@ def _cut(logical: Logical, fmt: Format, extent: GroupExtent, tiles: int, index: 
         return None if x is None else x[index : index + 1].clone()
 
     scale = logical.scale[index : index + 1].clone() if isinstance(fmt, FP8Tensor) else cut(logical.scale)
+    if logical.amax is not None and fmt.scales_rows:
+        amax = cut(logical.amax)[: extent.rows].clone() if which == "rowwise" else logical.amax[index].clone()
+        return Logical(cut(logical.data), scale, amax)
     return Logical(cut(logical.data), scale, own(logical.amax))
 
 
-def _retile(logical: Logical, fmt: Format, old: TileMap, new: TileMap) -> Logical:
+def _retile(logical: Logical, fmt: Format, which: str, old: TileMap, new: TileMap) -> Logical:
     """The same groups in a frame of other sizes; tiles that were not there are zero."""
     count = F.pad(old.tile_start.diff(), (0, 1))[new.group]
     index = torch.where(new.local < count, old.tile_start[new.group] + new.local, -1)
@@ -277,4 +297,5 @@ def _retile(logical: Logical, fmt: Format, old: TileMap, new: TileMap) -> Logica
         return moved.flatten(0, 1)
 
     scale = logical.scale if isinstance(fmt, FP8Tensor) else move(logical.scale)
-    return Logical(move(logical.data), scale, logical.amax)
+    by_row = logical.amax is not None and fmt.scales_rows and which == "rowwise"
+    return Logical(move(logical.data), scale, move(logical.amax) if by_row and logical.amax is not None else logical.amax)

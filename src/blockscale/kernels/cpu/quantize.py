@@ -14,10 +14,17 @@ from torch import Tensor
 from blockscale.formats import MXFP8, NVFP4, Format, FP8Block, FP8Tensor
 from blockscale.kernels.cpu.build import load
 from blockscale.layouts import LAYOUTS, PLANES
-from blockscale.tensors.shapes import grouped_plane_shapes, plane_shapes
+from blockscale.tensors.shapes import grouped_plane_shapes, plane_shapes, scale_dtype
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 KINDS: dict[type[Format], int] = {MXFP8: 0, NVFP4: 1, FP8Tensor: 2, FP8Block: 3}
+
+
+def covers(fmt: Format) -> bool:
+    """Whether there is compiled code for the format, in both directions."""
+    return type(fmt) in KINDS and not (getattr(fmt, "row_scaled", False) or getattr(fmt, "four_over_six", None))
+
+
 _PTR, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
@@ -95,10 +102,9 @@ def _plane(data: Tensor, scale: Tensor, amax: Tensor, fmt: Format) -> _Plane:
 def empty_planes(fmt: Format, M: int, K: int, G: int | None, rowwise: bool, columnwise: bool, layout: str) -> list[Tensor]:
     """Tensors to write the planes to, in the operators' order; G None: a plain tensor."""
     tensors = []
-    dtype = torch.uint8 if isinstance(fmt, (MXFP8, NVFP4)) else torch.float32
     for name, asked in zip(PLANES, (rowwise, columnwise), strict=True):
         if asked:
             shapes = plane_shapes(fmt, M, K, name, layout) if G is None else grouped_plane_shapes(fmt, M, K, G, name, layout)
-            tensors += [torch.empty(shapes[0], dtype=torch.uint8), torch.empty(shapes[1], dtype=dtype)]
+            tensors += [torch.empty(shapes[0], dtype=torch.uint8), torch.empty(shapes[1], dtype=scale_dtype(fmt))]
             tensors.append(torch.empty((G or 1) if G != 0 and fmt.has_amax else 0))
     return tensors
