@@ -7,7 +7,6 @@ from support import GEMM_BOUND, assert_same, normal, offsets_of, worst_group
 import blockscale as bs
 from blockscale.kernels.cpu import blas
 from blockscale.kernels.cpu import gemm as kernel
-from blockscale.kernels.cpu.build import load
 from blockscale.ops import backend
 from blockscale.reference import grouped_gemm as reference
 
@@ -119,34 +118,6 @@ def test_without_the_library_function_float32_products_run(monkeypatch):
     got = bs.grouped_gemm(a, b)
     with backend.only_reference():
         assert worst_group(got, bs.grouped_gemm(a, b), offsets) < GEMM_BOUND
-
-
-def test_explain_says_which_backend_and_why(monkeypatch):
-    x = torch.randn(64, 64)
-    choice = bs.explain(bs.quantize, x, bs.MXFP8()).stages[0].choice
-    assert choice.backend == "cpu"
-    assert "compiled by" in choice.why
-    with backend.only_reference():
-        assert bs.explain(bs.quantize, x, bs.MXFP8()).stages[0].choice.backend == "reference"
-    from blockscale.kernels.cpu.build import Loaded
-
-    monkeypatch.setattr(backend, "load", lambda: Loaded(None, "no C++ compiler found"))
-    choice = bs.explain(bs.quantize, x, bs.MXFP8()).stages[0].choice
-    assert choice.backend == "reference"
-    assert "no C++ compiler found" in choice.why
-    assert bs.quantize(x, bs.MXFP8()).rowwise.data.any()
-
-
-def test_a_compiler_that_fails_leaves_the_reference(monkeypatch, tmp_path):
-    compiler = tmp_path / "broken-c++"
-    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && echo broken 1.0 && exit 0\necho no such header >&2\nexit 1\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    found = load.__wrapped__()
-    assert found.library is None
-    assert "no such header" in found.why
-    assert list((tmp_path / "cache" / "blockscale").iterdir()) == []
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -8,8 +8,8 @@ struct ActivationArgs {
     const float* probs;  // (rows) or null
     char* out;           // y (rows, width), or dh (rows, columns of h)
     float* ds;           // (rows) or null
-    i64 ldh, lddy, rows, width;  // width: of y; interleave: run length of a GLU's halves
-    i64 interleave;
+    i64 ldh, lddy, rows, width;  // width: of y
+    i64 run;                     // columns of a GLU's half that lie together
     float first, second, third;  // limit, alpha, offset; beta1, beta2
     i32 kind, dtype, threads;    // kind: 0 swiglu, 1 clamped swiglu, 2 squared relu, 3 situ
 };
@@ -110,51 +110,65 @@ INLINE float halving_sum(float* x, i64 n) {
     return n ? x[0] : 0.0f;
 }
 
-// Columns of one half of a GLU between memory, in runs, and a dense float line
-INLINE void gather(const char* row, int dtype, i64 width, i64 run, i64 half, float* out) {
-    if (run == width) return to_float(row + half * run * size_of(dtype), dtype, width, round_up(width, LANES), out);
+// The halves of a GLU's row, which lie in runs, as dense lines of floats, and back. Whole vectors are written: a run's surplus
+// lies where the next one comes, the last one's in the room behind the line. Short runs pass through `both`.
+INLINE void split(const char* row, int dtype, i64 width, i64 run, float* both, float* a, float* b) {
+    i64 size = size_of(dtype);
+    if (run < LANES) {
+        to_float(row, dtype, 2 * width, 2 * width, both);
+        for (i64 c = 0; c < width; c += run)
+            for (i64 i = c; i < c + run; i++) a[i] = both[c + i], b[i] = both[c + run + i];
+        return;
+    }
     for (i64 c = 0; c < width; c += run) {
-        float part[64];
-        for (i64 i = 0; i < run; i += 48) {
-            i64 n = least(48, run - i);
-            to_float(row + (2 * c + half * run + i) * size_of(dtype), dtype, n, n, part);
-            memcpy(out + c + i, part, size_t(n) * 4);
-        }
+        to_float(row + 2 * c * size, dtype, run, run, a + c);
+        to_float(row + (2 * c + run) * size, dtype, run, run, b + c);
     }
 }
 
-INLINE void scatter(const float* x, int dtype, i64 width, i64 run, i64 half, char* row) {
-    if (run == width) return from_float(x, dtype, width, row + half * run * size_of(dtype));
-    for (i64 c = 0; c < width; c += run) from_float(x + c, dtype, run, row + (2 * c + half * run) * size_of(dtype));
+INLINE void join(const float* a, const float* b, int dtype, i64 width, i64 run, float* both, char* row) {
+    i64 size = size_of(dtype);
+    if (run < LANES) {
+        for (i64 c = 0; c < width; c += run)
+            for (i64 i = c; i < c + run; i++) both[c + i] = a[i], both[c + run + i] = b[i];
+        return from_float(both, dtype, 2 * width, row);
+    }
+    for (i64 c = 0; c < width; c += run) {
+        from_float(a + c, dtype, run, row + 2 * c * size);
+        from_float(b + c, dtype, run, row + (2 * c + run) * size);
+    }
 }
 
-template <int KIND> void row_of(const ActivationArgs& c, i64 r, float* memory) {
+template <int KIND> INLINE void row_of(const ActivationArgs& c, i64 r, float* memory, i64 padded) {
     constexpr bool GLU = KIND != 2;
-    i64 size = size_of(c.dtype), padded = round_up(c.width, LANES) + 2 * LANES;
-    float *a = memory, *b = a + padded, *p = b + padded, *terms = p + padded;
+    i64 size = size_of(c.dtype);
+    float *a = memory, *b = a + padded, *p = b + padded, *terms = p + padded, *both = terms + padded;
     const char* h = c.h + r * c.ldh * size;
-    if (GLU) gather(h, c.dtype, c.width, c.interleave, 0, a), gather(h, c.dtype, c.width, c.interleave, 1, b);
-    else to_float(h, c.dtype, c.width, round_up(c.width, LANES), a);
-    if (c.dy) to_float(c.dy + r * c.lddy * size, c.dtype, c.width, round_up(c.width, LANES), p);
+    if (GLU) split(h, c.dtype, c.width, c.run, both, a, b);
+    else to_float(h, c.dtype, c.width, c.width, a);
+    if (c.dy) to_float(c.dy + r * c.lddy * size, c.dtype, c.width, c.width, p);
     vf s = all(c.probs ? c.probs[r] : 1.0f);
+    bool scaled = c.probs != nullptr;
+    char* out = c.out + r * c.width * size * (c.dy && GLU ? 2 : 1);
+    if (!c.dy) {
+        for (i64 k = 0; k < c.width; k += LANES)
+            store(a + k, forward<KIND>(c, {load<vf>(a + k), GLU ? load<vf>(b + k) : vf{}, s, vf{}, scaled}));
+        return from_float(a, c.dtype, c.width, out);
+    }
     for (i64 k = 0; k < c.width; k += LANES) {
-        Inputs i{load<vf>(a + k), GLU ? load<vf>(b + k) : vf{}, s, c.dy ? load<vf>(p + k) : vf{}, c.probs != nullptr};
-        if (!c.dy) {
-            store(a + k, forward<KIND>(c, i));
-            continue;
-        }
-        Gradients g = backward<KIND>(c, i);
+        Gradients g = backward<KIND>(c, {load<vf>(a + k), GLU ? load<vf>(b + k) : vf{}, s, load<vf>(p + k), scaled});
         store(a + k, g.da), store(b + k, g.db), store(terms + k, g.ds);
     }
-    char* out = c.out + r * c.width * size * (c.dy && GLU ? 2 : 1);
-    if (!c.dy || !GLU) from_float(a, c.dtype, c.width, out);
-    else scatter(a, c.dtype, c.width, c.interleave, 0, out), scatter(b, c.dtype, c.width, c.interleave, 1, out);
-    if (c.dy && c.ds) c.ds[r] = halving_sum(terms, c.width);
+    if (GLU) join(a, b, c.dtype, c.width, c.run, both, out);
+    else from_float(a, c.dtype, c.width, out);
+    if (c.ds) c.ds[r] = halving_sum(terms, c.width);
 }
 
 template <int KIND> void run(const ActivationArgs& c) {
-    size_t scratch = size_t(round_up(c.width, LANES) + 2 * LANES) * 4 * 4;
-    parallel(c.rows, c.threads, 1 + (1 << 15) / (c.width + 1), scratch, [&](i64 r, char* memory) { row_of<KIND>(c, r, (float*)memory); });
+    i64 padded = round_up(c.width, LANES) + LANES, step = 1 + 4096 / (c.width + 1);
+    parallel(ceil_div(c.rows, step), c.threads, 8, size_t(padded) * 6 * 4, [&](i64 unit, char* memory) {
+        for (i64 r = unit * step; r < least((unit + 1) * step, c.rows); r++) row_of<KIND>(c, r, (float*)memory, padded);
+    });
 }
 
 }  // namespace
