@@ -47,7 +47,7 @@ def test_decoded_operands_are_those_of_the_reference(name, layout, size):
         want = reference.frame(q, plane, q.tiles).values
         for span in kernel._spans(offsets.tolist()):
             if span.rows:
-                got = kernel._matrix(q, plane, span, torch.float32)
+                got = kernel._matrix(q, plane, span, torch.float32, kernel._Room())
                 values = got.view(span.rows, True)
                 expected = want[128 * span.tile0 : 128 * span.tile0 + span.rows]
                 assert_same(values, expected, f"{name} {plane} group {span.index}")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from blockscale.activations import Activation, ClampedSwiglu, Situ, SquaredRelu, Swiglu
+from blockscale.kernels.cpu import memory
 from blockscale.kernels.cpu.build import load
 from blockscale.kernels.cpu.quantize import DTYPES
 
@@ -32,7 +33,7 @@ class _Args(ctypes.Structure):
 
 def forward(h: Tensor, act: Activation, probs: Tensor | None, interleave: int | None, live: int) -> Tensor:
     """act(h) * probs in h's dtype; rows from ``live`` on are zero and not read. Arguments as the operator ``activation``."""
-    y = h.new_empty(h.shape[0], act.out_width(h.shape[1], interleave))
+    y = memory.empty((h.shape[0], act.out_width(h.shape[1], interleave)), h.dtype)
     _run(h, None, act, probs, interleave, live, y, None)
     return y
 
@@ -41,7 +42,7 @@ def backward(
     dy: Tensor, h: Tensor, act: Activation, probs: Tensor | None, interleave: int | None, live: int
 ) -> tuple[Tensor, Tensor | None]:
     """(dh in h's dtype, ds float32 (rows,) or None without probs); rows from ``live`` on are zero and not read."""
-    dh = torch.empty(h.shape, dtype=h.dtype)
+    dh = memory.empty(h.shape, h.dtype)
     ds = None if probs is None else torch.empty(h.shape[0])
     _run(h, dy, act, probs, interleave, live, dh, ds)
     return dh, ds

@@ -19,6 +19,7 @@ Legend: G groups, N outputs, K inputs, M rows (capacity).
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from blockscale.formats import NVFP4
-from blockscale.kernels.cpu import blas
+from blockscale.kernels.cpu import blas, memory
 from blockscale.kernels.cpu.build import load
 from blockscale.kernels.cpu.quantize import DTYPES, KINDS
 from blockscale.layouts import LAYOUTS, ceil_div, round_up
@@ -104,14 +105,28 @@ class _Matrix:
         return x[:length] if over_rows else x[:, :length]
 
 
-def _matrix(operand: Operand, plane: str, span: _Span, dtype: torch.dtype) -> _Matrix:
+class _Room:
+    """Memory for one operand at a time, kept from group to group."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor there; the one before is lost."""
+        count = math.prod(shape) * dtype.itemsize
+        if self._bytes.numel() < count:
+            self._bytes = memory.empty((count,), torch.uint8)
+        return self._bytes[:count].view(dtype).view(shape)
+
+
+def _matrix(operand: Operand, plane: str, span: _Span, dtype: torch.dtype, room: _Room) -> _Matrix:
     if isinstance(operand, Tensor):
-        return _rounded(operand, span, dtype)
+        return _rounded(operand, span, dtype, room)
     p, fmt, K = operand.plane(plane), operand.format, operand.shape[1]
     column = plane == "columnwise"
     transposed = column and fmt.transposed
     shape = (K, round_up(span.rows, 32)) if transposed else (span.rows, K)
-    out = torch.empty(shape, dtype=dtype)
+    out = room.tensor(shape, dtype)
     data, scale = p.data.contiguous(), p.scale.contiguous()
     args = _DecodeArgs(data.data_ptr(), scale.data_ptr(), out.data_ptr())
     args.start, args.rows, args.columns, args.tile0, args.tiles = span.start, span.rows, K, span.tile0, span.tiles
@@ -123,15 +138,16 @@ def _matrix(operand: Operand, plane: str, span: _Span, dtype: torch.dtype) -> _M
     return _Matrix(out, transposed, found.lowest_exponent())
 
 
-def _rounded(x: Tensor, span: _Span, dtype: torch.dtype) -> _Matrix:
+def _rounded(x: Tensor, span: _Span, dtype: torch.dtype, room: _Room) -> _Matrix:
     rows = x[span.index] if x.dim() == 3 else x[span.start : span.start + span.rows]
     rows = rows.contiguous()
-    out, found = torch.empty(rows.shape, dtype=dtype), _Range()
+    as_it_is = x.dtype == dtype == torch.bfloat16
+    out, found = rows if as_it_is else room.tensor(tuple(rows.shape), dtype), _Range()
     _library().blockscale_round(
         _PTR(rows.data_ptr()),
         _I32(DTYPES[x.dtype]),
         _I64(rows.numel()),
-        _PTR(out.data_ptr()),
+        _PTR(None if as_it_is else out.data_ptr()),
         _I32(DTYPES[dtype]),
         _I32(torch.get_num_threads()),
         ctypes.byref(found),
@@ -166,17 +182,17 @@ def _multiply(
     length: int,
     over_rows: tuple[bool, bool],
     product: Product,
+    room: tuple[_Room, _Room],
 ) -> None:
     """acc (float32) = op(A) op(B), the contraction over the rows or the columns of each operand."""
     function, _ = blas.bf16_gemm()
     if function is not None:
-        left, right = (_matrix(*x, torch.bfloat16) for x in (a, b))
+        left, right = (_matrix(*x, torch.bfloat16, r) for x, r in zip((a, b), room, strict=True))
         if left.low is not None and right.low is not None and left.low + right.low >= _SMALLEST_SUM:
             flags = left.transposed != over_rows[0], right.transposed == over_rows[1]
             blas.call(function, left.values, flags[0], right.values, flags[1], acc, length)
             return
-        del left, right
-    left, right = (_matrix(*x, torch.float32) for x in (a, b))
+    left, right = (_matrix(*x, torch.float32, r) for x, r in zip((a, b), room, strict=True))
     x, y = left.view(length, over_rows[0]), right.view(length, over_rows[1])
     acc.copy_(product(x.mT if over_rows[0] else x, y if over_rows[1] else y.mT))
 
@@ -208,7 +224,7 @@ def rows_by_weight(
     w_tiles = ceil_div(N, 128)
     alphas = _alphas(a, "rowwise", w, plane)
     columns, length = (N, K) if transpose else (K, N)
-    y = torch.empty((capacity, columns), dtype=out_dtype)
+    y, room, third = memory.empty((capacity, columns), out_dtype), (_Room(), _Room()), _Room()
     y[offsets[-1] :].zero_()
     bias = None if bias is None else bias.float().contiguous()
     direct = out_dtype == torch.float32 and alphas is None and bias is None
@@ -217,8 +233,8 @@ def rows_by_weight(
             continue
         w_span = _Span(span.index, span.index * N, N, span.index * w_tiles, w_tiles)
         rows = y[span.start : span.start + span.rows]
-        acc = rows if direct else torch.empty(rows.shape, dtype=torch.float32)
-        _multiply((a, "rowwise", span), (w, plane, w_span), acc, length, (False, not transpose), product)
+        acc = rows if direct else third.tensor(tuple(rows.shape), torch.float32)
+        _multiply((a, "rowwise", span), (w, plane, w_span), acc, length, (False, not transpose), product, room)
         if not direct:
             _finish(acc, rows, None if alphas is None else alphas[span.index], bias, bias_scale, span)
     return y
@@ -238,14 +254,14 @@ def wgrad(dy: Operand, x: Operand, offsets: Tensor, capacity: int, *, product: P
     """As ``reference.grouped_gemm.wgrad``, to the order of accumulation: float32 (G, N, K)."""
     spans = _spans(offsets.tolist())
     alphas = _alphas(dy, "columnwise", x, "columnwise")
-    dw = torch.empty((len(spans), dy.shape[-1], x.shape[-1]), dtype=torch.float32)
+    dw, room = memory.empty((len(spans), dy.shape[-1], x.shape[-1]), torch.float32), (_Room(), _Room())
     whole_blocks = all(isinstance(t, GroupedTensor) and isinstance(t.format, NVFP4) and t.format.hadamard for t in (dy, x))
     for span in spans:
         if span.rows == 0:
             dw[span.index].zero_()
             continue
         length = round_up(span.rows, 16) if whole_blocks else span.rows
-        _multiply((dy, "columnwise", span), (x, "columnwise", span), dw[span.index], length, (True, True), product)
+        _multiply((dy, "columnwise", span), (x, "columnwise", span), dw[span.index], length, (True, True), product, room)
         if alphas is not None:
             dw[span.index].mul_(alphas[span.index])
     return dw

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from blockscale.formats import MXFP8, NVFP4, Format, FP8Block, FP8Tensor
+from blockscale.kernels.cpu import memory
 from blockscale.kernels.cpu.build import load
 from blockscale.layouts import LAYOUTS, PLANES
 from blockscale.tensors.shapes import grouped_plane_shapes, plane_shapes, scale_dtype
@@ -105,6 +106,6 @@ def empty_planes(fmt: Format, M: int, K: int, G: int | None, rowwise: bool, colu
     for name, asked in zip(PLANES, (rowwise, columnwise), strict=True):
         if asked:
             shapes = plane_shapes(fmt, M, K, name, layout) if G is None else grouped_plane_shapes(fmt, M, K, G, name, layout)
-            tensors += [torch.empty(shapes[0], dtype=torch.uint8), torch.empty(shapes[1], dtype=scale_dtype(fmt))]
+            tensors += [memory.empty(shapes[0], torch.uint8), memory.empty(shapes[1], scale_dtype(fmt))]
             tensors.append(torch.empty((G or 1) if G != 0 and fmt.has_amax else 0))
     return tensors

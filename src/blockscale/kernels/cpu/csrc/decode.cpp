@@ -12,7 +12,7 @@ struct DecodeArgs {
     i64 tile0, tiles, tile_count;  // tiles of 128 rows before it, its own
     i64 pitch;                  // of out, in elements
     float times;                // multiplies the block scale first (the global scale), 1 for operands
-    i32 kind, e5m2, square, hadamard, column, layout, dtype, threads;
+    i32 kind, e5m2, square, hadamard, column, layout, dtype, threads;  // dtype of out: F32 or BF16
 };
 
 // Of the bits of all magnitudes: the smallest but zero, the largest, and those that any of them has.
@@ -67,6 +67,10 @@ struct Found {
     Range range() const { return {smallest.load(), largest.load(), any.load()}; }
 };
 
+INLINE vf first_lanes(vf v, i64 n) {
+    return choose((vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} < i32(n), v, vf{});
+}
+
 struct Writer {
     char* out;
     int dtype;
@@ -75,18 +79,22 @@ struct Writer {
 
     ~Writer() { found.add(low, high, bits); }
 
-    // n (at most 16) values at element `at`
-    METHOD void put(i64 at, vf v, i64 n) {
-        if (n < LANES) v = choose((vi)(vu){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} < i32(n), v, vf{});
+    METHOD void see(vf v) {
         vu u = as_u(v) & MAGNITUDE;
         high = larger(high, u), bits |= u;
         low = smaller(low, choose((vi)(u == 0u), low, u));
+    }
+
+    // n (at most 16) values at element `at`
+    METHOD void put(i64 at, vf v, i64 n) {
+        if (n < LANES) v = first_lanes(v, n);
+        see(v);
         char* p = out + at * size_of(dtype);
         char whole[64];
         char* to = n < LANES ? whole : p;
-        if (dtype == F32) store_as<F32>(to, v);
-        else if (dtype == BF16) store_as<BF16>(to, v);
-        else store_as<F16>(to, v);
+        // cut off, not rounded: where a value is no bfloat16 number, the range says so and nobody reads these
+        if (dtype == BF16) store(to, __builtin_convertvector(as_u(v) >> 16, vh));
+        else store(to, v);
         if (n < LANES) memcpy(p, whole, size_t(n) * size_of(dtype));
     }
 };
@@ -124,7 +132,7 @@ template <int KIND, bool FIVE> struct Decoder {
         }
     }
 
-    void row(i64 r) {
+    METHOD void row(i64 r) {
         i64 K = a.columns, Kt = ceil_div(K, 128), slot = a.tile0 * 128 + r;
         i64 width = KIND == 1 ? 8 * ceil_div(K, 16) : K, blocks = ceil_div(K, BLOCK), nT = ceil_div(blocks, 4);
         const u8* p = a.data + (a.start + r) * width;
@@ -138,7 +146,7 @@ template <int KIND, bool FIVE> struct Decoder {
     }
 
     // MXFP8's column plane: rows as they lie, a scale a column
-    void mx_column_rows(i64 b, float* s) {
+    METHOD void mx_column_rows(i64 b, float* s) {
         i64 K = a.columns, Kp = round_up(K, 128);
         for (i64 k = 0; k < K; k++) {
             i64 at = a.layout == SWIZZLED ? 4 * Kp * a.tile0 + scale_row(a.layout, k, 0, a.tiles).at(b) : (4 * a.tile0 + b) * Kp + k;
@@ -152,7 +160,7 @@ template <int KIND, bool FIVE> struct Decoder {
     }
 
     // Row k of a transposed column plane
-    void column(i64 k) {
+    METHOD void column(i64 k) {
         i64 K = a.columns, Kt = ceil_div(K, 128), unit = KIND == 1 ? 64 : 128;
         const u8* p = a.data + unit * K * a.tile0 + unit * a.tiles * k;
         i64 kept = KIND == 1 && a.hadamard ? round_up(a.rows, 16) : a.rows, to = k * a.pitch;
@@ -196,7 +204,7 @@ extern "C" void blockscale_decode(const DecodeArgs* args, Range* range) {
     return a.e5m2 ? run<3, true>(a, range) : run<3, false>(a, range);
 }
 
-// n values rounded to bfloat16 (kept in `out` as bfloat16 or as float), with the range of the rounded ones.
+// n values rounded to bfloat16 (kept in `out` as bfloat16 or as float; null: not kept), with the range of the rounded ones.
 extern "C" void blockscale_round(const char* x, i32 dtype, i64 n, char* out, i32 out_dtype, i32 threads, Range* range) {
     DefaultFloats floats;
     constexpr i64 UNIT = 1 << 15;
@@ -207,7 +215,8 @@ extern "C" void blockscale_round(const char* x, i32 dtype, i64 n, char* out, i32
         for (i64 i = unit * UNIT; i < least(n, (unit + 1) * UNIT); i += LANES) {
             i64 count = least(LANES, n - i);
             to_float(x + i * size_of(dtype), dtype, count, LANES, part);
-            w.put(i, as_f(float_to_bf16(load<vf>(part)) << 16), count);
+            vf v = as_f(float_to_bf16(load<vf>(part)) << 16);
+            out ? w.put(i, v, count) : w.see(count < LANES ? first_lanes(v, count) : v);
         }
     });
     *range = found.range();
