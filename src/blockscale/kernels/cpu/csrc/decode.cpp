@@ -77,25 +77,27 @@ struct Writer {
     Found& found;
     vu low = all(MAGNITUDE), high = vu{}, bits = vu{};
 
-    ~Writer() { found.add(low, high, bits); }
-
     METHOD void see(vf v) {
         vu u = as_u(v) & MAGNITUDE;
         high = larger(high, u), bits |= u;
         low = smaller(low, choose((vi)(u == 0u), low, u));
     }
 
+    METHOD void put_all(i64 at, vf v) {
+        see(v);
+        // cut off, not rounded: where a value is no bfloat16 number, the range says so and nobody reads these
+        if (dtype == BF16) store(out + at * 2, __builtin_convertvector(as_u(v) >> 16, vh));
+        else store(out + at * 4, v);
+    }
+
     // n (at most 16) values at element `at`
     METHOD void put(i64 at, vf v, i64 n) {
-        if (n < LANES) v = first_lanes(v, n);
-        see(v);
-        char* p = out + at * size_of(dtype);
+        if (n == LANES) return put_all(at, v);
         char whole[64];
-        char* to = n < LANES ? whole : p;
-        // cut off, not rounded: where a value is no bfloat16 number, the range says so and nobody reads these
-        if (dtype == BF16) store(to, __builtin_convertvector(as_u(v) >> 16, vh));
-        else store(to, v);
-        if (n < LANES) memcpy(p, whole, size_t(n) * size_of(dtype));
+        Writer part{whole, dtype, found, low, high, bits};
+        part.put_all(0, first_lanes(v, n));
+        low = part.low, high = part.high, bits = part.bits;
+        memcpy(out + at * size_of(dtype), whole, size_t(n) * size_of(dtype));
     }
 };
 
@@ -112,17 +114,25 @@ template <int KIND, bool FIVE> struct Decoder {
         return KIND == 1 ? s * a.times : s;
     }
 
+    METHOD vf whole_elements(const u8* p, i64 i) const {
+        return KIND == 1 ? e2m1_values(nibbles(p + i / 2)) : fp8_values<FIVE>(bytes16(p + i));
+    }
+
     METHOD vf elements(const u8* p, i64 i, i64 n) const {  // from element i, n of them there
+        if (KIND == 1 || n >= LANES) return whole_elements(p, i);
         u8 part[16] = {};
-        const u8* from = KIND == 1 ? p + i / 2 : p + i;
-        if (KIND != 1 && n < LANES) memcpy(part, from, size_t(n)), from = part;
-        return KIND == 1 ? e2m1_values(nibbles(from)) : fp8_values<FIVE>(bytes16(from));
+        memcpy(part, p + i, size_t(n));
+        return fp8_values<FIVE>(bytes16(part));
     }
 
     // blocks along the row: `length` elements from p, scale of block j by at(j)
     template <class At> METHOD void line(const u8* p, i64 length, i64 kept, i64 to, At at) {
         for (i64 j = 0; j * BLOCK < length; j++) {
             vf s = all(scale_value(a.scale, at(j)));
+            if ((j + 1) * BLOCK <= least(length, kept)) {  // most of them
+                for (i64 i = j * BLOCK; i < (j + 1) * BLOCK; i += LANES) w.put_all(to + i, whole_elements(p, i) * s);
+                continue;
+            }
             for (i64 i = j * BLOCK; i < least(j * BLOCK + BLOCK, length); i += LANES) {
                 vf v = elements(p, i, length - i) * s;
                 i64 n = least(LANES, length - i);
@@ -189,6 +199,7 @@ template <int KIND, bool FIVE> void run(const DecodeArgs& a, Range* range) {
             d.mx_column_rows(unit, (float*)memory);
         else
             for (i64 i = unit * per_unit; i < least((unit + 1) * per_unit, count); i++) transposed ? d.column(i) : d.row(i);
+        found.add(w.low, w.high, w.bits);
     });
     *range = found.range();
 }
@@ -218,6 +229,7 @@ extern "C" void blockscale_round(const char* x, i32 dtype, i64 n, char* out, i32
             vf v = as_f(float_to_bf16(load<vf>(part)) << 16);
             out ? w.put(i, v, count) : w.see(count < LANES ? first_lanes(v, count) : v);
         }
+        found.add(w.low, w.high, w.bits);
     });
     *range = found.range();
 }
@@ -236,15 +248,19 @@ struct EpilogueArgs {
 extern "C" void blockscale_epilogue(const EpilogueArgs* args) {
     DefaultFloats floats;
     const EpilogueArgs& a = *args;
-    i64 size = size_of(a.dtype), padded = round_up(a.columns, LANES);
-    parallel(a.rows, a.threads, 1 + (1 << 16) / (a.columns + 1), size_t(padded) * 4, [&](i64 r, char* memory) {
-        float* line = (float*)memory;
-        const float* acc = a.acc + r * a.columns;
-        float s = a.bias_scale ? a.bias_scale[r] : 1;
-        for (i64 c = 0; c < a.columns; c++) {
-            float v = a.has_alpha ? acc[c] * a.alpha : acc[c];
-            line[c] = a.bias ? v + s * a.bias[c] : v;
+    i64 size = size_of(a.dtype), n = a.columns, padded = round_up(n, LANES);
+    parallel(a.rows, a.threads, 1 + (1 << 16) / (n + 1), size_t(padded) * 2 * 4, [&](i64 r, char* memory) {
+        float *line = (float*)memory, *bias = line + padded;
+        const float* acc = a.acc + r * n;
+        if (n % LANES) memcpy(line, acc, size_t(n) * 4), acc = line;
+        if (a.bias) memcpy(bias, a.bias, size_t(n) * 4);
+        vf s = all(a.bias_scale ? a.bias_scale[r] : 1.0f), alpha = all(a.alpha);
+        for (i64 c = 0; (a.has_alpha || a.bias) && c < n; c += LANES) {
+            vf v = load<vf>(acc + c);
+            if (a.has_alpha) v = v * alpha;
+            if (a.bias) v = v + s * load<vf>(bias + c);
+            store(line + c, v);
         }
-        from_float(line, a.dtype, a.columns, a.out + r * a.columns * size);
+        from_float(a.has_alpha || a.bias ? line : acc, a.dtype, n, a.out + r * n * size);
     });
 }
