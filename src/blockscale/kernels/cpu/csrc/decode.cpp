@@ -102,24 +102,25 @@ struct Writer {
 };
 
 template <int KIND, bool FIVE> struct Decoder {
-    static constexpr int BLOCK = KIND == 0 ? 32 : KIND == 1 ? 16 : 128;
+    static constexpr int BLOCK = KIND == 0 || KIND == 4 ? 32 : KIND == 1 ? 16 : 128;
+    static constexpr bool PACKED = KIND == 1 || KIND == 4, CODES = PACKED || KIND == 0;
     const DecodeArgs& a;
     Writer& w;
 
     METHOD float scale_value(const u8* scale, i64 at) const {
         if (KIND == 2) return a.times;
-        float s = KIND == 0 ? e8m0(scale[at]) : KIND == 1 ? e4m3_value(scale[at] & 0x7F) : 0;
+        float s = KIND == 0 || KIND == 4 ? e8m0(scale[at]) : KIND == 1 ? e4m3_value(scale[at] & 0x7F) : 0;
         if (KIND == 1 && scale[at] & 0x80) s = -s;
         if (KIND == 3) memcpy(&s, scale + at * 4, 4);
         return KIND == 1 ? s * a.times : s;
     }
 
     METHOD vf whole_elements(const u8* p, i64 i) const {
-        return KIND == 1 ? e2m1_values(nibbles(p + i / 2)) : fp8_values<FIVE>(bytes16(p + i));
+        return PACKED ? e2m1_values(nibbles(p + i / 2)) : fp8_values<FIVE>(bytes16(p + i));
     }
 
     METHOD vf elements(const u8* p, i64 i, i64 n) const {  // from element i, n of them there
-        if (KIND == 1 || n >= LANES) return whole_elements(p, i);
+        if (PACKED || n >= LANES) return whole_elements(p, i);
         u8 part[16] = {};
         memcpy(part, p + i, size_t(n));
         return fp8_values<FIVE>(bytes16(part));
@@ -144,9 +145,9 @@ template <int KIND, bool FIVE> struct Decoder {
 
     METHOD void row(i64 r) {
         i64 K = a.columns, Kt = ceil_div(K, 128), slot = a.tile0 * 128 + r;
-        i64 width = KIND == 1 ? 8 * ceil_div(K, 16) : K, blocks = ceil_div(K, BLOCK), nT = ceil_div(blocks, 4);
+        i64 width = PACKED ? BLOCK / 2 * ceil_div(K, BLOCK) : K, blocks = ceil_div(K, BLOCK), nT = ceil_div(blocks, 4);
         const u8* p = a.data + (a.start + r) * width;
-        if (KIND < 2) {
+        if (CODES) {
             ScaleRow at = scale_row(a.layout, slot, nT * 4, nT);
             line(p, K, K, r * a.pitch, [&](i64 j) { return at.at(j); });
         } else {
@@ -171,12 +172,13 @@ template <int KIND, bool FIVE> struct Decoder {
 
     // Row k of a transposed column plane
     METHOD void column(i64 k) {
-        i64 K = a.columns, Kt = ceil_div(K, 128), unit = KIND == 1 ? 64 : 128;
+        i64 K = a.columns, Kt = ceil_div(K, 128), unit = PACKED ? 64 : 128;
         const u8* p = a.data + unit * K * a.tile0 + unit * a.tiles * k;
         i64 kept = KIND == 1 && a.hadamard ? round_up(a.rows, 16) : a.rows, to = k * a.pitch;
-        if (KIND == 1) {
-            ScaleRow at = scale_row(a.layout, k, 8 * a.tiles, 2 * a.tiles);
-            line(p, round_up(a.rows, 16), kept, to, [&](i64 j) { return 1024 * Kt * a.tile0 + at.at(j); });
+        if (PACKED) {
+            constexpr i64 per_tile = 128 / BLOCK;
+            ScaleRow at = scale_row(a.layout, k, per_tile * a.tiles, per_tile / 4 * a.tiles);
+            line(p, round_up(a.rows, BLOCK), kept, to, [&](i64 j) { return per_tile * 128 * Kt * a.tile0 + at.at(j); });
         } else {
             i64 step = a.square ? Kt : K, base = a.tile0 * step + (a.square ? k / 128 : k);
             line(p, a.rows, kept, to, [&](i64 j) { return base + j * step; });
@@ -210,6 +212,7 @@ extern "C" void blockscale_decode(const DecodeArgs* args, Range* range) {
     DefaultFloats floats;
     const DecodeArgs& a = *args;
     if (a.kind == 1) return run<1, false>(a, range);
+    if (a.kind == 4) return run<4, false>(a, range);
     if (a.kind == 0) return a.e5m2 ? run<0, true>(a, range) : run<0, false>(a, range);
     if (a.kind == 2) return a.e5m2 ? run<2, true>(a, range) : run<2, false>(a, range);
     return a.e5m2 ? run<3, true>(a, range) : run<3, false>(a, range);
@@ -238,26 +241,30 @@ struct EpilogueArgs {
     const float* acc;
     char* out;
     i64 rows, columns;
-    float alpha;
-    const float* bias;        // (columns) or null
-    const float* bias_scale;  // (rows) or null
+    float row_scale, column_scale;
+    const float *row_scales, *column_scales;  // (rows), (columns), each in the place of the number when it is not null
+    const float* bias;                        // (columns) or null
+    const float* bias_scale;                  // (rows) or null
     i32 has_alpha, dtype, threads;
 };
 
-// out = round(acc * alpha + bias_scale * bias), each operation rounded in float32 and the result once.
+// out = round(acc * alpha + bias_scale * bias), alpha = row scale * column scale; each operation rounded in float32 and the
+// result once. out may be acc.
 extern "C" void blockscale_epilogue(const EpilogueArgs* args) {
     DefaultFloats floats;
     const EpilogueArgs& a = *args;
     i64 size = size_of(a.dtype), n = a.columns, padded = round_up(n, LANES);
-    parallel(a.rows, a.threads, 1 + (1 << 16) / (n + 1), size_t(padded) * 2 * 4, [&](i64 r, char* memory) {
-        float *line = (float*)memory, *bias = line + padded;
+    parallel(a.rows, a.threads, 1 + (1 << 16) / (n + 1), size_t(padded) * 3 * 4, [&](i64 r, char* memory) {
+        float *line = (float*)memory, *bias = line + padded, *scales = bias + padded;
         const float* acc = a.acc + r * n;
         if (n % LANES) memcpy(line, acc, size_t(n) * 4), acc = line;
         if (a.bias) memcpy(bias, a.bias, size_t(n) * 4);
-        vf s = all(a.bias_scale ? a.bias_scale[r] : 1.0f), alpha = all(a.alpha);
+        if (a.column_scales) memcpy(scales, a.column_scales, size_t(n) * 4);
+        vf s = all(a.bias_scale ? a.bias_scale[r] : 1.0f), row = all(a.row_scales ? a.row_scales[r] : a.row_scale);
+        vf alpha = row * a.column_scale;
         for (i64 c = 0; (a.has_alpha || a.bias) && c < n; c += LANES) {
             vf v = load<vf>(acc + c);
-            if (a.has_alpha) v = v * alpha;
+            if (a.has_alpha) v = v * (a.column_scales ? row * load<vf>(scales + c) : alpha);
             if (a.bias) v = v + s * load<vf>(bias + c);
             store(line + c, v);
         }

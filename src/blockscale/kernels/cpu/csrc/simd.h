@@ -46,6 +46,7 @@ template <class V> INLINE V load(const void* p) {
 }
 template <class V> INLINE void store(void* p, V v) { memcpy(p, &v, sizeof v); }
 
+INLINE vu lane_index() { return (vu){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 INLINE vu all(u32 x) { return (vu){} + x; }
 INLINE vf all(float x) { return as_f(all(as_u(x))); }
 INLINE vu choose(vi mask, vu a, vu b) { return mask ? a : b; }
