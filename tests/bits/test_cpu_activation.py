@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import ACTIVATIONS, assert_same, normal, offsets_of, seeded
+from support import ACTIVATIONS, assert_same, normal, offsets_of, on_threads, seeded
 
 import blockscale as bs
 from blockscale.activations import ClampedSwiglu, Situ, parse
@@ -19,26 +19,23 @@ def each_backend():
     """These tests name the backends themselves."""
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
-def agree(h, dy, act, probs, interleave, offsets=None, what="") -> None:
-    """y, dh and ds of both backends, through the operators."""
+def agree(h, dy, act, probs, interleave, offsets=None, what="", threads=(1,)) -> None:
+    """y, dh and ds: the kernel on these numbers of threads, and the reference, through the operators."""
     spec, runs = act.spec(), interleave or 0
+
+    def run():
+        y = bs.activation(h, act, probs=probs, interleave=interleave, offsets=offsets)
+        return y, *torch.ops.blockscale.activation_backward(dy, h, probs, offsets, spec, runs)
+
     assert backend.fast("activation", h.device)
-    got = (bs.activation(h, act, probs=probs, interleave=interleave, offsets=offsets),)
-    got += torch.ops.blockscale.activation_backward(dy, h, probs, offsets, spec, runs)
     with backend.only_reference():
         assert not backend.fast("activation", h.device)
-        want = (bs.activation(h, act, probs=probs, interleave=interleave, offsets=offsets),)
-        want += torch.ops.blockscale.activation_backward(dy, h, probs, offsets, spec, runs)
-    for name, one, other in zip(("y", "dh", "ds"), got, want, strict=True):
-        assert_same(one, other, f"{what} {act.spec()} interleave={interleave} {name}")
+        want = run()
+    for count in threads:
+        with on_threads(count):
+            got = run()
+        for name, one, other in zip(("y", "dh", "ds"), got, want, strict=True):
+            assert_same(one, other, f"{what} {spec} interleave={interleave} {name}, {count} threads")
 
 
 def problem(act, rows, width, interleave=None, dtype=torch.float32, seed=1, spread=1.0):
@@ -56,12 +53,12 @@ def interleaves(act, width):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("act", VARIANTS, ids=lambda a: a.spec())
-def test_every_interleave(act, dtype, threads):
+def test_every_interleave(act, dtype):
     for rows, width in ((5, 96), (300, 48), (3, 1), (1, 4096)):
         h, dy, probs = problem(act, rows, width, dtype=dtype)
         for interleave in interleaves(act, width):
-            agree(h, dy, act, probs, interleave)
-        agree(h, dy, act, None, None)
+            agree(h, dy, act, probs, interleave, threads=(1, 2))
+        agree(h, dy, act, None, None, threads=(1, 2))
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -16,6 +16,11 @@ FORMATS = {
     "nvfp4": bs.NVFP4(),
     "nvfp4_square": bs.NVFP4((16, 16)),
     "nvfp4_hadamard": bs.NVFP4(hadamard=True),
+    "nvfp4_rows": bs.NVFP4(row_scaled=True),
+    "nvfp4_rows_hadamard": bs.NVFP4(row_scaled=True, hadamard=True),
+    "nvfp4_four": bs.NVFP4(four_over_six="mse", scale_max=256),
+    "mxfp4": bs.MXFP4(),
+    "mxfp4_square": bs.MXFP4((32, 32)),
     "fp8tensor": bs.FP8Tensor(),
     "fp8block": bs.FP8Block(),
     "fp8block_square": bs.FP8Block(block=(128, 128), power_of_two=False),
@@ -30,7 +35,7 @@ def each_backend():
 
 
 def quantized(x, offsets, fmt, layout="compact"):
-    layout = layout if fmt.kind in ("mxfp8", "nvfp4") else "compact"
+    layout = layout if fmt.has_codes else "compact"
     return bs.quantize_grouped(x, offsets, fmt, columnwise=True, layout=layout)
 
 
@@ -86,6 +91,27 @@ def test_products_agree_with_the_reference(name, size):
         print(f"{name} {size} {role}: {worst:.1e}")
         assert worst < GEMM_BOUND, role
         assert want[role].any()
+
+
+def test_operands_of_different_formats():
+    """A number a group on one side, one a row (a column) on the other, and none: with a bias and the router's factor."""
+    offsets = offsets_of([40, 0, 87])
+    x, w, bias, probs = (
+        normal(130, 64, seed=1, spread=3.0),
+        normal(3, 40, 64, seed=2, spread=3.0),
+        normal(3, 40, seed=3),
+        torch.rand(130),
+    )
+    sides = (bs.NVFP4(row_scaled=True), bs.NVFP4(), bs.MXFP4(), bs.MXFP8(), None)
+    for a_fmt in sides:
+        for b_fmt in sides:
+            a = x if a_fmt is None else quantized(x, offsets, a_fmt)
+            b = w if b_fmt is None else quantized(w, None, b_fmt)
+            for dtype in (torch.float32, torch.bfloat16):
+                got = bs.grouped_gemm(a, b, offsets=offsets, bias=bias, bias_scale=probs, out_dtype=dtype)
+                with backend.only_reference():
+                    want = bs.grouped_gemm(a, b, offsets=offsets, bias=bias, bias_scale=probs, out_dtype=dtype)
+                assert worst_group(got, want, offsets) < (GEMM_BOUND if dtype == torch.float32 else 2e-3), (a_fmt, b_fmt)
 
 
 @needs_bf16

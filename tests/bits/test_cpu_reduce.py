@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support import GEMM_BOUND, assert_same, calc_diff, normal, offsets_of
+from support import GEMM_BOUND, assert_same, calc_diff, normal, offsets_of, on_threads
 
 from blockscale.kernels.cpu import reduce as kernel
 from blockscale.reference import grouped_gemm as reference
@@ -50,13 +50,9 @@ def test_threads_strides_and_neighbours_change_no_bit():
     dy, scale, offsets = problem([300, 0, 5, 700], 600)
     bias = normal(4, 600, seed=2)
     want = kernel.bias_grad(dy, offsets, scale), kernel.row_dot(dy, bias, offsets)
-    before = torch.get_num_threads()
     for threads in (1, 2, 5):
-        torch.set_num_threads(threads)
-        try:
+        with on_threads(threads):
             got = kernel.bias_grad(dy.mT.contiguous().mT, offsets, scale), kernel.row_dot(dy, bias.mT.contiguous().mT, offsets)
-        finally:
-            torch.set_num_threads(before)
         for one, other in zip(got, want, strict=True):
             assert_same(one, other, threads)
     for g, (a, b) in enumerate(pairwise(offsets.tolist())):
