@@ -7,6 +7,7 @@ the median rounds.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import platform
@@ -75,7 +76,8 @@ def copy_arm(elements: int) -> Arm:
 def peak_memory(call: Callable[[], Any], inputs: int) -> dict[str, float]:
     """The most that was resident during a call, above what was resident before it without the inputs.
 
-    Measured by the system: VmHWM of /proc/self/status, set back just before the call through /proc/self/clear_refs. Linux only.
+    Measured by the system: VmHWM of /proc/self/status, set back just before the call through /proc/self/clear_refs, after free
+    memory went back to the system (malloc_trim), so that what the call takes is seen even where it was used before. Linux only.
 
     Returns:
         peak_bytes; least_bytes (inputs + outputs); overhead, peak / least - 1. The call must return its outputs in a list.
@@ -83,6 +85,7 @@ def peak_memory(call: Callable[[], Any], inputs: int) -> dict[str, float]:
     gc.collect()
     call()  # code, threads and caches that a first call makes
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     before = _status("VmRSS")
     CLEAR.write_text("5")
     outputs = call()
