@@ -51,9 +51,26 @@ def _right(function: Callable[..., None]) -> bool:
     return list(c) == [606.0, 405.0, 1515.0, 1012.5]
 
 
+#: products of fewer multiplications run on one thread: waiting for another costs more
+_SMALL = 1 << 22
+
+
+@lru_cache(maxsize=1)
+def _set_threads() -> Callable[[int], int]:
+    """Sets oneMKL's number of threads for the calling thread (0: as it was made) and returns the number before."""
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        return ctypes.CDLL(str(path)).MKL_Set_Num_Threads_Local
+    except (OSError, AttributeError):
+        return lambda count: 0
+
+
 def call(function: Callable[..., None], a: Tensor, a_transposed: bool, b: Tensor, b_transposed: bool, c: Tensor, k: int) -> None:
     """c (m, n) = op(a) op(b) over ``k``; a and b bfloat16 and c float32, rows contiguous, leading dimension the stride."""
     m, n = c.shape
     flags = [_TRANSPOSED if t else _AS_IT_IS for t in (a_transposed, b_transposed)]
     pointers = (a.data_ptr(), a.stride(0)), (b.data_ptr(), b.stride(0))
+    before = _set_threads()(1) if m * n * k < _SMALL else None
     function(_ROW_MAJOR, *flags, m, n, k, 1.0, *pointers[0], *pointers[1], 0.0, c.data_ptr(), c.stride(0))
+    if before is not None:
+        _set_threads()(before)
