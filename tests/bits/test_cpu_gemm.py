@@ -93,6 +93,20 @@ def test_products_agree_with_the_reference(name, size):
         assert want[role].any()
 
 
+@pytest.mark.parametrize("fmt", [bs.MXFP8(), bs.NVFP4(row_scaled=True)], ids=lambda f: f.kind)
+def test_a_thousand_tiny_groups(fmt):
+    """Each group's product as it is alone, whatever surrounds it."""
+    offsets = torch.arange(1025) * 4
+    x, w = quantized(normal(4096, 64, seed=1), offsets, fmt), quantized(normal(1024, 16, 64, seed=2), None, fmt)
+    got = bs.grouped_gemm(x, w)
+    rows, weights = x.dequantize().view(1024, 4, 64).double(), w.dequantize().view(1024, 16, 64).double()
+    assert worst_group(got.view(1024, 4, 16), rows @ weights.mT) < GEMM_BOUND
+    for g in (0, 700, 1023):
+        alone = quantized(normal(4096, 64, seed=1)[4 * g : 4 * g + 4], offsets_of([4]), fmt)
+        weight = quantized(normal(1024, 16, 64, seed=2)[g : g + 1], None, fmt)
+        assert_same(got[4 * g : 4 * g + 4], bs.grouped_gemm(alone, weight), f"group {g}")
+
+
 def test_operands_of_different_formats():
     """A number a group on one side, one a row (a column) on the other, and none: with a bias and the router's factor."""
     offsets = offsets_of([40, 0, 87])

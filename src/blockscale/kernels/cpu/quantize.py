@@ -1,6 +1,6 @@
 """Quantization on the CPU in compiled code: every format, plane, layout and grouping, bit-equal to the reference.
 
-Outputs are allocated here (or given) and written once; a call takes nothing else but up to 400 KiB a thread. Legend: M
+Outputs are allocated here (or given) and written once; a call takes nothing else but up to 170 KiB a thread. Legend: M
 rows (capacity), K columns, G groups.
 """
 
