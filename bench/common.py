@@ -132,6 +132,12 @@ def _git(*arguments: str) -> str:
 
 def write(name: str, title: str, found: dict[str, Any], rows: list[list[str]], notes: list[str], about: dict[str, str]) -> None:
     """``results/NAME.json`` with everything; ``results/NAME.md`` with a table (first row: heads) and notes, printed too."""
+    load, cores = float((about["load"] or "0").split()[0]), int(about["cores"])
+    if load > cores + 0.5:
+        notes = [
+            *notes,
+            f"others used the machine (load {load} on {cores} cores): times are too long, ratios uncertain; run again when it is idle",
+        ]
     lines = [f"# {title}", ""]
     lines += ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
     lines += ["| " + " | ".join(row) + " |" for row in rows[1:]]
