@@ -172,8 +172,9 @@ class _Recorder(TorchDispatchMode):
             self.keep += made
             self._note_cached(name, values)
             forward, backward = _STAGES.get(name, _plain)(name, values)
-            self.forward += [Stage("forward", what, choose(kind, device)) for kind, what in forward]
-            self.backward = [Stage("backward", what, choose(kind, device)) for kind, what in backward] + self.backward
+            self.forward += [Stage("forward", what, choose(kind, device, *formats)) for kind, what, *formats in forward]
+            later = [Stage("backward", what, choose(kind, device, *formats)) for kind, what, *formats in backward]
+            self.backward = later + self.backward
         return result
 
     def _note_cached(self, name: str, values: dict[str, Any]) -> None:
@@ -195,20 +196,24 @@ class _Recorder(TorchDispatchMode):
                     noted.append(entry)
 
 
-Steps = list[tuple[str, str]]
+#: kind of stage, what it does, formats of what it makes or multiplies (None: high precision)
+Steps = list[tuple[Any, ...]]
 
 
 def _plain(name: str, values: dict[str, Any]) -> tuple[Steps, Steps]:
     kinds = {"quantize": "quantize", "grouped_gemm": "gemm", "activation": "activation"}
     kind = next((k for prefix, k in kinds.items() if name.startswith(prefix)), "routing")
-    what = f"{name} to {parse(values['fmt']).label}" if "fmt" in values else name
+    formats = [parse(values[n]) for n in ("fmt", "a_format", "b_format") if values.get(n)]
+    what = f"{name} to {formats[0].label}" if "fmt" in values else name
     differentiable = kind == "routing" or name == "activation"
-    return [(kind, what)], [(kind, f"{name} backward")] if differentiable else []
+    if kind == "activation" and formats:  # joined with quantization
+        return [(kind, name), *_to(formats[0], "the result", "the planes asked for")], []
+    return [(kind, what, *formats)], [(kind, f"{name} backward")] if differentiable else []
 
 
 def _to(fmt: Format | None, what: str, planes: str) -> Steps:
     """The step that quantizes; none where the operand stays high precision (rounded to bfloat16 inside the GEMM)."""
-    return [] if fmt is None else [("quantize", f"{what} to {fmt.label}, {planes}")]
+    return [] if fmt is None else [("quantize", f"{what} to {fmt.label}, {planes}", fmt)]
 
 
 def _later(values: dict[str, Any]) -> str:
@@ -220,10 +225,11 @@ def _linear(name: str, values: dict[str, Any]) -> tuple[Steps, Steps]:
     r = parse_recipe(values["recipe"])
     kept = "" if values["cache"] is None else ", once a weight version"
     planes = "both planes" if values["save_input"] else "rowwise"
-    forward = [*_to(r.input, "x", planes), *_to(r.weight, "weight", "rowwise" + kept), ("gemm", "y = x W^T")]
+    forward = [*_to(r.input, "x", planes), *_to(r.weight, "weight", "rowwise" + kept), ("gemm", "y = x W^T", r.input, r.weight)]
     weight = _to(r.weight, "weight", "columnwise" + kept)
-    backward = [*_to(r.gradient, "dy", "both planes"), *weight, ("gemm", "dx = dy W")]
-    backward += [("gemm", "dW = dy^T x" + _later(values))] + ([("reduce", "dbias")] if values["bias"] is not None else [])
+    backward = [*_to(r.gradient, "dy", "both planes"), *weight, ("gemm", "dx = dy W", r.gradient, r.weight)]
+    backward.append(("gemm", "dW = dy^T x" + _later(values), r.gradient, r.input))
+    backward += [("reduce", "dbias")] if values["bias"] is not None else []
     return forward, backward
 
 
@@ -232,31 +238,31 @@ def _mlp(name: str, values: dict[str, Any]) -> tuple[Steps, Steps]:
     planes = "both planes" if values["save_input"] else "rowwise"
     kept = ", once a weight version" if values["caches"] else ""
     row, column = "rowwise" + kept, "columnwise" + kept
-    again: Steps = [*_to(r.weight, "w1", row), ("gemm", "h = x W1^T, again")] if values["recompute"] else []
+    again: Steps = [*_to(r.weight, "w1", row), ("gemm", "h = x W1^T, again", r.input, r.weight)] if values["recompute"] else []
     forward: Steps = [
         *_to(r.input, "x", planes),
         *_to(r.weight, "w1", row),
-        ("gemm", "h = x W1^T"),
+        ("gemm", "h = x W1^T", r.input, r.weight),
         ("activation", f"a = {act}(h)"),
         *_to(r.input, "a", "rowwise"),
         *_to(r.weight, "w2", row),
-        ("gemm", "y = a W2^T"),
+        ("gemm", "y = a W2^T", r.input, r.weight),
     ]
     backward: Steps = [
         *again,
         *_to(r.gradient, "dy", "both planes"),
         ("activation", f"a = {act}(h), again"),
         *_to(r.input, "a", "columnwise"),
-        ("gemm", "dW2 = dy^T a" + _later(values)),
+        ("gemm", "dW2 = dy^T a" + _later(values), r.gradient, r.input),
         *([("reduce", "db2")] if values["b2"] is not None else []),
         *_to(r.weight, "w2", column),
-        ("gemm", "da = dy W2"),
+        ("gemm", "da = dy W2", r.gradient, r.weight),
         ("activation", "dh and dprobs from da and h"),
         *([("reduce", "db1")] if values["b1"] is not None else []),
         *_to(r.gradient, "dh", "both planes"),
-        ("gemm", "dW1 = dh^T x" + _later(values)),
+        ("gemm", "dW1 = dh^T x" + _later(values), r.gradient, r.input),
         *_to(r.weight, "w1", column),
-        ("gemm", "dx = dh W1"),
+        ("gemm", "dx = dh W1", r.gradient, r.weight),
     ]
     return forward, backward
 
