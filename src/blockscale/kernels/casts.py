@@ -58,6 +58,15 @@ _PACK8_ARGS = tl.constexpr("=r" + ",r" * 8)
 
 
 @triton.jit
+def to_float32(x):
+    """Exact. (The interpreter halves bfloat16's subnormals, so that there the bits are moved.)"""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def max_nan(a, b):
     """The larger, NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)

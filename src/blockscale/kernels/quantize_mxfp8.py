@@ -8,7 +8,7 @@ column.
 import triton
 import triton.language as tl
 
-from blockscale.kernels.casts import block_amax, e8m0, to_fp8
+from blockscale.kernels.casts import block_amax, e8m0, to_float32, to_fp8
 from blockscale.kernels.extent import find_rows, store_row_scale, zero_row_scale, zero_rows
 
 ROWS = tl.constexpr(32)
@@ -80,7 +80,7 @@ def quantize_mxfp8(
     r = tl.arange(0, ROWS)[:, None]
     c = tl.arange(0, COLUMNS)[None, :]
     inside = (r < left) & (c0 + c < columns)
-    value = tl.load(x + first * stride + c0 + (r * stride + c), inside, 0.0, eviction_policy="evict_last").to(tl.float32)
+    value = to_float32(tl.load(x + first * stride + c0 + (r * stride + c), inside, 0.0, eviction_policy="evict_last"))
     out = first * columns + c0 + (r * columns + c)
     magnitude = tl.abs(value)
     value_b = tl.reshape(value, (ROWS, COLUMNS // 32, 32))
@@ -107,12 +107,11 @@ def quantize_mxfp8(
             q = to_fp8(value * inverse[None, :], E5M2)
         tl.store(col_data + out, q, inside)
         k = c0 + tl.arange(0, COLUMNS)
-        kept = None
-        if LAYOUT == "linear":
-            kept = (k < columns) & (left > 0)
+        kept = k < tl.where(left > 0, columns, 0)  # in the linear layout; the others hold padding
         if LAYOUT == "swizzled_8x4":
             kept = k < tl.cdiv(columns, 8) * 8
-        _store_col_scale(col_scale, column_code.to(tl.uint8), before, tiles, row // ROWS, k, columns, kept, LAYOUT)
+        MASKED: tl.constexpr = LAYOUT == "linear" or LAYOUT == "swizzled_8x4"
+        _store_col_scale(col_scale, column_code.to(tl.uint8), before, tiles, row // ROWS, k, columns, kept, MASKED, LAYOUT)
 
 
 @triton.jit
@@ -124,19 +123,22 @@ def _scale(amax, E5M2: tl.constexpr, FLOOR: tl.constexpr):
 
 
 @triton.jit
-def _store_col_scale(scale, code, before, tiles, block, k, columns, kept, LAYOUT: tl.constexpr):
+def _store_col_scale(scale, code, before, tiles, block, k, columns, kept, MASKED: tl.constexpr, LAYOUT: tl.constexpr):
     """Store the scales of columns ``k`` and blocks of 32 rows; ``tiles`` and ``block`` are the group's."""
     k_tiles = tl.cdiv(columns, 128)
     if LAYOUT == "compact":
-        tl.store(scale + (before * 4 + block).to(tl.int64) * (k_tiles * 128) + k, code, kept)
+        place = (before * 4 + block).to(tl.int64) * (k_tiles * 128) + k
     elif LAYOUT == "swizzled":
         tile = before.to(tl.int64) * k_tiles + k // 128 * tiles + block // 4
-        tl.store(scale + tile * 512 + (k % 32 * 16 + k % 128 // 32 * 4 + block % 4), code, kept)
+        place = tile * 512 + (k % 32 * 16 + k % 128 // 32 * 4 + block % 4)
     elif LAYOUT == "swizzled_8x4":
         place = (k // 8).to(tl.int64) * (tiles * 32) + block // 4 * 32 + k % 8 * 4 + block % 4
+    else:
+        place = block.to(tl.int64) * columns + k
+    if MASKED:
         tl.store(scale + place, code, kept)
     else:
-        tl.store(scale + block.to(tl.int64) * columns + k, code, kept)
+        tl.store(scale + place, code)
 
 
 @triton.jit
@@ -145,4 +147,4 @@ def _zero_col_scale(scale, before, tiles, block, c0, columns, LAYOUT: tl.constex
     k = c0 + tl.arange(0, COLUMNS)[None, :]
     b = block // 4 * 4 + tl.arange(0, 4)[:, None]
     zero = tl.zeros((4, COLUMNS), tl.uint8)
-    _store_col_scale(scale, zero, before, tiles, b, k, columns, b >= block, LAYOUT)
+    _store_col_scale(scale, zero, before, tiles, b, k, columns, b >= block, True, LAYOUT)

@@ -8,9 +8,9 @@ the program is 16 * lane + i. Legend: M rows, K columns.
 import triton
 import triton.language as tl
 
-from blockscale.kernels.casts import FLT_MAX, block_amax, pack_codes, pack_e2m1, present_nibbles, split8, to_e4m3_scale
-from blockscale.kernels.scale_nvfp4 import ENTRIES, hadamard
+from blockscale.kernels.casts import FLT_MAX, block_amax, pack_codes, pack_e2m1, present_nibbles, split8, to_e4m3_scale, to_float32
 from blockscale.kernels.extent import find_rows, store_row_scale, zero_row_scale, zero_rows
+from blockscale.kernels.scale_nvfp4 import ENTRIES, hadamard
 
 ALL_SEVEN = tl.constexpr(0x77777777)
 
@@ -87,7 +87,7 @@ def quantize_nvfp4(
     c = tl.arange(0, COLUMNS)[None, None, :]
     r = lane * 16 + i
     inside = (r < left) & (c0 + c < columns)
-    value = tl.load(x + first * stride + c0 + (r * stride + c), inside, 0.0, eviction_policy="evict_last").to(tl.float32)
+    value = to_float32(tl.load(x + first * stride + c0 + (r * stride + c), inside, 0.0, eviction_policy="evict_last"))
     if ROW or SQUARE:
         amax_row = block_amax(tl.reshape(tl.abs(value), (16, LANES, COLUMNS // 16, 16)), 3, IGNORE_NAN)
         if SQUARE:
@@ -96,7 +96,9 @@ def quantize_nvfp4(
     at = multiplier + group * ENTRIES
     if ROW:
         scale, times = _scale(amax_row, at)
-        y = tl.reshape(tl.reshape(_seven(value, IGNORE_NAN), (16, LANES, COLUMNS // 16, 16)) * times[:, :, :, None], (16, LANES, COLUMNS))
+        y = tl.reshape(
+            tl.reshape(_seven(value, IGNORE_NAN), (16, LANES, COLUMNS // 16, 16)) * times[:, :, :, None], (16, LANES, COLUMNS)
+        )
         if STOCHASTIC:
             j = c0 // 16 + tl.arange(0, COLUMNS // 16)[None, None, :]
             bits = _random_bits(rng, j, row + r, group, 0, 16, LANES, COLUMNS // 16)

@@ -6,7 +6,7 @@ Legend: G groups; planes 0 rowwise, 1 columnwise.
 import triton
 import triton.language as tl
 
-from blockscale.kernels.casts import FLT_MAX, from_e4m3_scale, round_bf16
+from blockscale.kernels.casts import FLT_MAX, from_e4m3_scale, round_bf16, to_float32
 from blockscale.kernels.extent import find_rows
 
 #: float32 a plane and group in the table of multipliers: one for each E4M3 code, then S_enc / 6
@@ -98,7 +98,7 @@ def group_amax(
         r = tl.arange(0, LANES)[None, :, None] * 16 + tl.arange(0, 16)[:, None, None]
         c = tl.arange(0, COLUMNS)[None, None, :]
         inside = (r < left) & (c0 + c < columns)
-        value = tl.load(x + first * stride + c0 + (r * stride + c), inside, 0.0).to(tl.float32)
+        value = to_float32(tl.load(x + first * stride + c0 + (r * stride + c), inside, 0.0))
         plain = _largest(value)
         if ROW:
             tl.atomic_max(amax + group, plain.to(tl.int32, bitcast=True))

@@ -20,7 +20,7 @@ from blockscale.tensors.shapes import amax_shape, grouped_plane_shapes, plane_sh
 
 #: float32 a plane and group in the table of multipliers
 MULTIPLIERS = 256
-_MULTIPLIERS = Candidate({}, 4)
+MULTIPLIERS_CANDIDATE = Candidate({}, 4)
 
 
 def covers(fmt: Format) -> bool:
@@ -59,7 +59,7 @@ def quantize(
     """Planes of x (M, K): data, scale, amax of the rowwise plane, then of the columnwise one. As ``kernels.cpu.quantize``."""
     if x.stride(1) != 1:
         x = x.contiguous()
-    M, K = x.shape
+    M = x.shape[0]
     G = None if offsets is None else offsets.numel() - 1
     tensors = empty_planes(x, fmt, G, rowwise, columnwise, layout) if out is None else out
     if G == 0:  # no group, no tile: nothing is live
@@ -90,6 +90,21 @@ def empty_planes(x: Tensor, fmt: Format, G: int | None, rowwise: bool, columnwis
             tensors.append(x.new_empty(shapes[1], dtype=scale_dtype(fmt)))
             tensors.append(x.new_empty(amax_shape(fmt, name, M, K, G), dtype=torch.float32))
     return tensors
+
+
+def mxfp8_candidates(rowwise: bool, columnwise: bool) -> tuple[Candidate, ...]:
+    """Tiles of ``quantize_mxfp8``, the fastest first."""
+    return _BOTH if rowwise and columnwise else _ONE
+
+
+def nvfp4_candidates() -> tuple[Candidate, ...]:
+    """Tiles of ``quantize_nvfp4``, the fastest first."""
+    return _NVFP4
+
+
+def amax_candidates() -> tuple[Candidate, ...]:
+    """Tiles of ``group_amax``, the fastest first."""
+    return _AMAX
 
 
 #: two planes: what a block of 32 rows needs of registers lets 10 programs of 2 warps share a multiprocessor
@@ -128,24 +143,26 @@ def _mxfp8(call: Call, fmt: MXFP8) -> None:
         "LAYOUT": call.layout,
     }
     args = (call.x, call.x.stride(0), call.offsets, call.groups, M, K, call.tiles, *call.row[:2], *call.column[:2])
-    candidate = choose(quantize_mxfp8, _BOTH if call.rowwise and call.columnwise else _ONE, args, flags)
+    candidate = choose(quantize_mxfp8, mxfp8_candidates(call.rowwise, call.columnwise), args, flags)
     programs = round_up(slots(call, 32), 4) * (round_up(K, 128) // candidate.constants["COLUMNS"])
     start(quantize_mxfp8, programs, args, flags, candidate)
 
 
-_NVFP4 = (Candidate({"COLUMNS": 64, "LANES": 4}, 1), Candidate({"COLUMNS": 64, "LANES": 2}, 1), Candidate({"COLUMNS": 64, "LANES": 4}, 4))
+_NVFP4 = (
+    Candidate({"COLUMNS": 64, "LANES": 4}, 1),
+    Candidate({"COLUMNS": 64, "LANES": 2}, 1),
+    Candidate({"COLUMNS": 64, "LANES": 4}, 4),
+    Candidate({"COLUMNS": 64, "LANES": 4}, 8),
+)
 _AMAX = (Candidate({"COLUMNS": 256, "LANES": 4}, 4), Candidate({"COLUMNS": 64, "LANES": 4}, 4))
 
 
 def _nvfp4(call: Call, fmt: NVFP4, amax: Tensor | None, rng: Tensor | None) -> None:
     (M, K), x, G = call.x.shape, call.x, call.groups
-    if amax is None:
-        amax = _amax(call, fmt.hadamard)
-    else:
-        amax = amax.reshape(-1, G).expand(2, G).contiguous()
+    amax = _amax(call, fmt.hadamard) if amax is None else amax.reshape(-1, G).expand(2, G).contiguous()
     times = x.new_empty((2, G, MULTIPLIERS), dtype=torch.float32)
     asked = {"ROW": call.rowwise, "COL": call.columnwise}
-    start(multipliers, 2 * G, (amax, times, call.row[2], call.column[2], G), asked, _MULTIPLIERS)
+    start(multipliers, 2 * G, (amax, times, call.row[2], call.column[2], G), asked, MULTIPLIERS_CANDIDATE)
     flags = {
         "GROUPED": call.grouped,
         "CHUNKS": chunks(call.groups),

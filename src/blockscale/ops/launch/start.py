@@ -34,17 +34,17 @@ _chosen: dict[tuple[object, ...], Candidate] = {}
 def choose(kernel: Any, candidates: tuple[Candidate, ...], args: tuple[Any, ...], flags: dict[str, Any]) -> Candidate:
     """The first candidate that does not spill; the last if all do."""
     key = (kernel, candidates[0].num_warps, *(_kind(a) for a in args), *flags.items())
-    found = _chosen.get(key)
-    if found is None:
-        for found in candidates:
-            if triton.knobs.runtime.interpret:
-                break
-            compiled = kernel.warmup(*args, grid=(1,), **flags, **found.all_options())
-            compiled._init_handles()
-            if compiled.n_spills == 0:
-                break
-        _chosen[key] = found
-    return found
+    if key not in _chosen:
+        fits = (c for c in candidates if triton.knobs.runtime.interpret or _spills(kernel, c, args, flags) == 0)
+        _chosen[key] = next(fits, candidates[-1])
+    return _chosen[key]
+
+
+def _spills(kernel: Any, candidate: Candidate, args: tuple[Any, ...], flags: dict[str, Any]) -> int:
+    compiled = kernel.warmup(*args, grid=(1,), **flags, **candidate.all_options())
+    compiled._init_handles()
+    spills: int = compiled.n_spills
+    return spills
 
 
 def _kind(arg: object) -> object:
