@@ -18,10 +18,10 @@ test: setup lint
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m slow
 
-# torchao and compressed-tensors beside the torch that is there
+# torchao, compressed-tensors and transformers beside the torch that is there
 test-peers: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[peers]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/peers
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/peers tests/convert tests/test_router_options.py
 
 # the CPU backend, with torchao for comparison where it is installed; writes bench/results
 bench: setup

@@ -4,10 +4,22 @@ import shutil
 
 import pytest
 import torch
+from operator_calls import (
+    frozen_linear,
+    frozen_linear_backward,
+    frozen_mlp,
+    frozen_mlp_backward,
+    permute,
+    router,
+    router_backward,
+    unpermute,
+    unpermute_backward,
+)
 from support import RECIPES, assert_all_same, normal, offsets_of
 from torch.library import opcheck
 
 import blockscale as bs
+from blockscale.ops.tap import Tap
 from blockscale.ops.weight_cache import WeightCache
 from blockscale.ops.wgrad_queue import WgradQueue
 
@@ -136,37 +148,37 @@ def activation_backward_quantize(s):
 
 
 # alive while the operators that hold their tickets run
-CACHES, QUEUE = (WeightCache(), WeightCache()), WgradQueue()
+CACHES, QUEUE, TAP = (WeightCache(), WeightCache()), WgradQueue(), Tap()
 
 
 def grouped_linear(s):
     for recipe in FEW:
-        yield s.leaf("x"), s.leaf("w1"), s.offsets, s.leaf("b1"), s.leaf("probs"), RNG, [], None, None, recipe.spec(), True
+        yield s.leaf("x"), s.leaf("w1"), s.offsets, s.leaf("b1"), s.leaf("probs"), RNG, [], None, None, recipe.spec(), True, None
     main = [torch.ones_like(s.w1)]
-    yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, None, main, None, None, RECIPES["mxfp8"].spec(), True
-    yield s.x, s.w1, s.offsets, None, None, None, [], None, None, RECIPES["fp8_block"].spec(), False
+    yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, None, main, None, None, RECIPES["mxfp8"].spec(), True, None
+    yield s.x, s.w1, s.offsets, None, None, None, [], None, None, RECIPES["fp8_block"].spec(), False, None
     tickets = CACHES[0].ticket, QUEUE.ticket.clone()
-    yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, None, [], *tickets, RECIPES["mxfp8"].spec(), True
+    yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, None, [], *tickets, RECIPES["mxfp8"].spec(), True, TAP.ticket
 
 
 def grouped_linear_backward(s):
     for recipe in FEW:
-        saved = OPS.grouped_linear(s.x, s.w1, s.offsets, None, None, None, [], None, None, recipe.spec(), True)[1:]
+        saved = OPS.grouped_linear(s.x, s.w1, s.offsets, None, None, None, [], None, None, recipe.spec(), True, None)[1:]
         x = s.x if recipe.input is None else None
         tensors = s.h, x, saved, s.w1, s.offsets, s.b1, s.probs, RNG
         for main, needs in (([], [True] * 4), ([torch.ones_like(s.w1)], [False, True, False, False])):
-            yield *tensors, main, None, None, recipe.spec(), False, needs
-        yield *tensors, [], CACHES[0].ticket, QUEUE.ticket.clone(), recipe.spec(), True, [True] * 4
+            yield *tensors, main, None, None, recipe.spec(), False, needs, None
+        yield *tensors, [], CACHES[0].ticket, QUEUE.ticket.clone(), recipe.spec(), True, [True] * 4, TAP.ticket
 
 
 def grouped_mlp(s):
     for recipe in FEW:
         leaves = [s.leaf(n) for n in ("x", "w1", "w2", "probs", "b1", "b2")]
-        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], [], None, recipe.spec(), "swiglu", 4, True, False
+        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], [], None, recipe.spec(), "swiglu", 4, True, False, None
         tickets = [c.ticket for c in CACHES], QUEUE.ticket.clone()
-        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], *tickets, recipe.spec(), "swiglu", 4, True, True
+        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], *tickets, recipe.spec(), "swiglu", 4, True, True, TAP.ticket
     main, tensors = [torch.ones_like(s.w1), torch.ones_like(s.w2)], (s.leaf("x"), s.leaf("w1"), s.leaf("w2"), s.offsets)
-    yield *tensors, None, None, None, None, main, [], None, RECIPES["mxfp8"].spec(), "situ", 0, True, False
+    yield *tensors, None, None, None, None, main, [], None, RECIPES["mxfp8"].spec(), "situ", 0, True, False, None
 
 
 def grouped_mlp_backward(s):
@@ -174,44 +186,21 @@ def grouped_mlp_backward(s):
         args = s.x, s.w1, s.w2, s.offsets, s.probs, s.b1, s.b2, None, [], [], None, recipe.spec(), "swiglu", 0, True
         x = s.x if recipe.input is None else None
         others = (s.w1, s.w2, s.offsets, s.probs, s.b1, s.b2, RNG)
-        _, h, *saved = OPS.grouped_mlp(*args, False)
+        _, h, *saved = OPS.grouped_mlp(*args, False, None)
         for main, needs in (
             ([], [True] * 6),
             ([torch.ones_like(s.w1), torch.ones_like(s.w2)], [False, True, True, False, False, True]),
         ):
-            yield s.dy, x, h, saved, *others, main, [], None, recipe.spec(), "swiglu", 0, False, needs
+            yield s.dy, x, h, saved, *others, main, [], None, recipe.spec(), "swiglu", 0, False, needs, None
         tickets = [c.ticket for c in CACHES], QUEUE.ticket.clone()
-        saved = OPS.grouped_mlp(*args, True)[1:]
-        yield s.dy, x, None, saved, *others, [], *tickets, recipe.spec(), "swiglu", 0, True, [True] * 6
+        saved = OPS.grouped_mlp(*args, True, None)[1:]
+        yield s.dy, x, None, saved, *others, [], *tickets, recipe.spec(), "swiglu", 0, True, [True] * 6, TAP.ticket
 
 
-def router(s):
-    yield normal(s.rows, 6, seed=1).requires_grad_(), 2, "softmax", True
-    yield normal(s.rows, 6, seed=1).requires_grad_(), 6, "sigmoid", False
-
-
-def router_backward(s):
-    for _, k, score, normalize in router(s):
-        probs, ids, scores = OPS.router(normal(s.rows, 6, seed=1), k, score, normalize)
-        yield probs, scores, probs, ids, scores, score, normalize
-
-
-def permute(s):
-    ids = torch.arange(2 * s.rows).view(s.rows, 2) % 5
-    yield s.leaf("x"), ids, 5, None
-    yield s.leaf("x"), ids, 5, torch.rand(ids.shape).requires_grad_()
-
-
-def unpermute(s):
-    for x, ids, experts, probs in permute(s):
-        out = bs.permute(x.detach(), ids, experts)
-        yield out.x.requires_grad_(), out.row_map, probs
-
-
-def unpermute_backward(s):
-    for y, row_map, probs in unpermute(s):
-        y, probs = (None, None) if probs is None else (y.detach(), probs.detach())
-        yield s.x, row_map, 2 * s.rows, y, probs
+def see(s):
+    yield s.x, TAP.ticket.clone(), 0
+    yield s.leaf("x"), TAP.ticket.clone(), 2
+    yield s.x, torch.tensor([-1, 0]), 1
 
 
 CALLS = {
@@ -231,11 +220,16 @@ CALLS = {
         grouped_linear_backward,
         grouped_mlp,
         grouped_mlp_backward,
+        frozen_linear,
+        frozen_linear_backward,
+        frozen_mlp,
+        frozen_mlp_backward,
         router,
         router_backward,
         permute,
         unpermute,
         unpermute_backward,
+        see,
     )
 }
 

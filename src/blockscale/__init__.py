@@ -11,9 +11,12 @@ from blockscale.layouts import offsets_from_sizes
 from blockscale.ops.activation import activation
 from blockscale.ops.activation_quantize import activation_backward_quantize, activation_quantize
 from blockscale.ops.explain import Explanation, explain
+from blockscale.ops.frozen_linear import frozen_linear
+from blockscale.ops.frozen_mlp import frozen_mlp
 from blockscale.ops.grouped_gemm import grouped_gemm
 from blockscale.ops.grouped_linear import grouped_linear
 from blockscale.ops.grouped_mlp import grouped_mlp
+from blockscale.ops.low_rank import LowRank
 from blockscale.ops.quantize import quantize, quantize_grouped
 from blockscale.ops.routing import Permuted, permute, unpermute
 from blockscale.recipes import autocast
@@ -24,6 +27,7 @@ from blockscale.ops import registry as _registry  # isort: skip
 _registry.finish()
 
 from blockscale import nn  # isort: skip  # noqa: E402  (knows the operators above)
+from blockscale.watching import Watch, WatchStop, watch  # isort: skip  # noqa: E402
 from blockscale.nn.convert import convert_model, restore_model  # isort: skip  # noqa: E402
 
 __version__ = version("blockscale")
@@ -37,8 +41,11 @@ __all__ = [
     "FP8Block",
     "FP8Tensor",
     "GroupedTensor",
+    "LowRank",
     "Permuted",
     "Plane",
+    "Watch",
+    "WatchStop",
     "activation",
     "activation_backward_quantize",
     "activation_quantize",
@@ -47,6 +54,8 @@ __all__ = [
     "convert_model",
     "explain",
     "formats",
+    "frozen_linear",
+    "frozen_mlp",
     "grouped_gemm",
     "grouped_linear",
     "grouped_mlp",
@@ -61,4 +70,5 @@ __all__ = [
     "restore_model",
     "save",
     "unpermute",
+    "watch",
 ]

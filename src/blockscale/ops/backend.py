@@ -16,6 +16,7 @@ from torch import Tensor
 from blockscale.activations import Activation
 from blockscale.formats import Format
 from blockscale.kernels.cpu import activation as cpu_activation
+from blockscale.kernels.cpu import count as cpu_count
 from blockscale.kernels.cpu import gemm as cpu_gemm
 from blockscale.kernels.cpu import quantize as cpu_quantize
 from blockscale.kernels.cpu import reduce as cpu_reduce
@@ -23,6 +24,7 @@ from blockscale.kernels.cpu.blas import bf16_gemm
 from blockscale.kernels.cpu.build import load
 from blockscale.ops import checks
 from blockscale.reference import activations as reference_activations
+from blockscale.reference import count as reference_count
 from blockscale.reference import grouped_gemm as reference_gemm
 from blockscale.reference import quantize as reference_quantize
 from blockscale.tensors import GroupedTensor
@@ -34,6 +36,7 @@ _REFERENCE = {
     "activation": "blockscale.reference.activations",
     "reduce": "blockscale.reference.grouped_gemm",
     "routing": "blockscale.reference.routing",
+    "count": "blockscale.reference.count",
 }
 #: what has a compiled CPU kernel; routing is index arithmetic and copies, which torch does at the speed of memory
 _CPU = {
@@ -41,6 +44,7 @@ _CPU = {
     "gemm": "blockscale.kernels.cpu.gemm",
     "activation": "blockscale.kernels.cpu.activation",
     "reduce": "blockscale.kernels.cpu.reduce",
+    "count": "blockscale.kernels.cpu.count",
 }
 _SUMS = "the reference's meaning, sums in an order of its own"
 
@@ -58,7 +62,7 @@ class Choice:
 
 
 def choose(stage: str, device: torch.device, *formats: Format | None) -> Choice:
-    """The implementation of a kind of stage ("quantize", "gemm", "activation", "reduce", "routing") on ``device``.
+    """The implementation of a kind of stage ("quantize", "gemm", "activation", "reduce", "routing", "count") on ``device``.
 
     Args:
         formats: of what is quantized, or of the operands that are multiplied; None for a high-precision operand.
@@ -209,3 +213,10 @@ def _live_rows(offsets: Tensor | None, rows: int) -> int:
 
 def _live_mask(offsets: Tensor | None, h: Tensor) -> Tensor | None:
     return None if offsets is None else torch.arange(h.shape[0], device=h.device) < offsets[-1]
+
+
+def count_into(out: Tensor, x: Tensor, offsets: Tensor, q: GroupedTensor | None, call: int) -> None:
+    """``reference.count.count_into`` or the kernel of the same meaning."""
+    if fast("count", x.device) and x.dtype in cpu_quantize.DTYPES:
+        return cpu_count.count_into(out, x, offsets, q, call)
+    return reference_count.count_into(out, x, offsets, q, call)

@@ -267,6 +267,46 @@ def _mlp(name: str, values: dict[str, Any]) -> tuple[Steps, Steps]:
     return forward, backward
 
 
+def _adapter(present: bool, names: str, x: str, dy: str) -> tuple[Steps, Steps]:
+    """The products of a low-rank adapter of a frozen weight: forward; backward."""
+    if not present:
+        return [], []
+    a, b, t = (f"{letter}{names}" for letter in "ABt")
+    forward = [("gemm", f"{t} = {x} {a}^T"), ("gemm", f"{t} {b}^T, added")]
+    backward = [f"d{t} = {dy} {b}", f"{t} = {x} {a}^T, again", f"d{a} = d{t}^T {x}", f"d{b} = {dy}^T {t}", f"d{t} {a}, added"]
+    return forward, [("gemm", what) for what in backward]
+
+
+def _frozen_linear(name: str, values: dict[str, Any]) -> tuple[Steps, Steps]:
+    r = parse_recipe(values["recipe"])
+    forward, backward = _adapter(values["lora_a"] is not None, "", "x", "dy")
+    return (
+        [*_to(r.input, "x", "rowwise"), ("gemm", "y = x W^T"), *forward],
+        [*_to(r.gradient, "dy", "rowwise"), ("gemm", "dx = dy W"), *backward],
+    )
+
+
+def _frozen_mlp(name: str, values: dict[str, Any]) -> tuple[Steps, Steps]:
+    r, act = parse_recipe(values["recipe"]), values["act"].partition(":")[0]
+    first, first_back = _adapter(values["lora1_a"] is not None, "1", "x", "dh")
+    second, second_back = _adapter(values["lora2_a"] is not None, "2", "a", "dy")
+    pre: Steps = [*_to(r.input, "x", "rowwise"), ("gemm", "h = x W1^T"), *first]
+    again: Steps = [] if values["save_h"] else [(kind, f"{what}, again") for kind, what in pre]
+    forward = [*pre, ("activation", f"a = {act}(h)"), *_to(r.input, "a", "rowwise"), ("gemm", "y = a W2^T"), *second]
+    backward: Steps = [
+        *again,
+        *_to(r.gradient, "dy", "rowwise"),
+        *([("activation", f"a = {act}(h), again")] if second else []),
+        ("gemm", "da = dy W2"),
+        *second_back,
+        ("activation", "dh and dprobs from da and h"),
+        *_to(r.gradient, "dh", "rowwise"),
+        ("gemm", "dx = dh W1"),
+        *first_back,
+    ]
+    return forward, backward
+
+
 _PLANE = ("x columnwise data", "x columnwise scale", "x columnwise amax")
 
 
@@ -281,8 +321,15 @@ def _recomputed_outputs(recipe: str) -> tuple[str, ...]:
 _OUTPUTS = {
     "grouped_linear": ("y", *_PLANE),
     "grouped_mlp": ("y", "h (pre-activation)", *_PLANE),
+    "frozen_linear": ("y",),
+    "frozen_mlp": ("y", "h (pre-activation)"),
     "permute": ("permuted x", "permuted probs", "offsets", "row map"),
     "router": ("probs", "ids", "scores"),
     "unpermute": ("y",),
 }
-_STAGES: dict[str, Callable[[str, dict[str, Any]], tuple[Steps, Steps]]] = {"grouped_linear": _linear, "grouped_mlp": _mlp}
+_STAGES: dict[str, Callable[[str, dict[str, Any]], tuple[Steps, Steps]]] = {
+    "grouped_linear": _linear,
+    "grouped_mlp": _mlp,
+    "frozen_linear": _frozen_linear,
+    "frozen_mlp": _frozen_mlp,
+}

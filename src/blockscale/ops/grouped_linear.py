@@ -12,6 +12,7 @@ from torch import Tensor
 
 from blockscale.ops import checks, registry, stages
 from blockscale.ops.quantize import fake_grouped, rng_from
+from blockscale.ops.tap import Seen, Tap, backward_tap, forward_tap
 from blockscale.ops.weight_cache import WeightCache, weight_operand
 from blockscale.ops.wgrad_queue import WgradQueue, find_queue, waiting, without_hooks
 from blockscale.recipes import Recipe, current_recipe, parse_recipe
@@ -29,6 +30,7 @@ def grouped_linear(
     bias_scale: Tensor | None = None,
     cache: WeightCache | None = None,
     queue: WgradQueue | None = None,
+    tap: Tap | None = None,
 ) -> Tensor:
     """y = x W^T + b, group by group, with quantized operands forward and backward.
 
@@ -45,6 +47,7 @@ def grouped_linear(
         bias_scale: float32 (M,), multiplies the bias of each row.
         cache: keeps the quantized weight until the weight changes.
         queue: backward leaves dW there, to be computed by ``queue.run``; W gets no gradient until then.
+        tap: somebody watches: the tensors of both passes are shown to its listeners.
 
     Returns:
         (M, N) in x's dtype, dead rows zero.
@@ -77,6 +80,7 @@ def grouped_linear(
         None if queue is None else queue.ticket,
         recipe.spec(),
         needs,
+        None if tap is None else tap.ticket,
     )
     y: Tensor = outputs[0]
     return y
@@ -125,12 +129,16 @@ def _forward(
     queue: Tensor | None,
     recipe: str,
     save_input: bool,
+    tap: Tensor | None,
 ) -> list[Tensor]:
     checks.offset_values(offsets, x.shape[0])
     r = parse_recipe(recipe)
     x_q = stages.quantize(x, offsets, r.input, rowwise=True, columnwise=save_input)
     w_q = weight_operand(weight, r.weight, "rowwise", cache)
     y = stages.forward_gemm(x_q, w_q, offsets, x.dtype, bias, bias_scale)
+    if (watched := forward_tap(tap)) is not None:
+        watched.see_weight("weight", weight, w_q)
+        watched.see_pass([Seen("input", x, x_q), Seen("output", y)], offsets)
     return [y, *(stages.plane_tensors(x_q) if save_input else [])]
 
 
@@ -146,6 +154,7 @@ def _forward_fake(
     queue: Tensor | None,
     recipe: str,
     save_input: bool,
+    tap: Tensor | None,
 ) -> list[Tensor]:
     y = x.new_empty((x.shape[0], weight.shape[1]))
     return [y, *(fake_saved(x, offsets, recipe) if save_input else [])]
@@ -176,6 +185,7 @@ def _backward(
     recipe: str,
     copy: bool,
     needs: list[bool],
+    tap: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     r = parse_recipe(recipe)
     need_dx, need_dw, need_db, need_ds = needs
@@ -190,6 +200,10 @@ def _backward(
             dw = stages.wgrad_gemm(dy_q, x_q, offsets, weight, main_grads[0] if main_grads else None)
         else:
             find_queue(queue).put([waiting(0, dy_q, x_q, offsets)], copy)
+    if (watched := backward_tap(tap)) is not None:
+        watched.see_pass([Seen("gradient", dy, dy_q), *([Seen("dx", dx)] if need_dx else [])], offsets)
+        if need_dw and queue is None:
+            watched.see_weight("dw", main_grads[0] if main_grads else dw)
     if need_db and bias is not None:
         db = stages.bias_grad(dy, offsets, bias_scale).to(bias.dtype)
     if need_ds and bias is not None:
@@ -212,6 +226,7 @@ def _backward_fake(
     recipe: str,
     copy: bool,
     needs: list[bool],
+    tap: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     need_dx, need_dw, need_db, need_ds = needs
     dx = dy.new_empty((dy.shape[0], weight.shape[2]) if need_dx else 0)
@@ -222,7 +237,7 @@ def _backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weight, offsets, bias, bias_scale, rng, ctx.main_grads, cache, ctx.queue, ctx.recipe, _ = inputs
+    x, weight, offsets, bias, bias_scale, rng, ctx.main_grads, cache, ctx.queue, ctx.recipe, _, ctx.tap = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     x = x if parse_recipe(ctx.recipe).input is None else None  # a quantized input is saved as its columnwise plane
@@ -233,28 +248,29 @@ def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     dy = grads[0]
     no_main = [None] * len(ctx.main_grads)
     if dy is None:
-        return (None,) * 6 + (no_main,) + (None,) * 4
+        return (None,) * 6 + (no_main,) + (None,) * 5
     x, weight, offsets, bias, bias_scale, rng, cache, *saved = ctx.saved_tensors
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 3, 4)]
     copy = type(dy) is not Tensor  # traced: the operands will lie in memory that the graph uses again
+    options = (ctx.recipe, copy, needs, ctx.tap)
     dx, dw, db, ds = torch.ops.blockscale.grouped_linear_backward(
-        dy, x, saved, weight, offsets, bias, bias_scale, rng, ctx.main_grads, cache, ctx.queue, ctx.recipe, copy, needs
+        dy, x, saved, weight, offsets, bias, bias_scale, rng, ctx.main_grads, cache, ctx.queue, *options
     )
     keep = [needs[0], needs[1] and not ctx.main_grads and ctx.queue is None, *needs[2:]]
     dx, dw, db, ds = (g if k else None for g, k in zip((dx, dw, db, ds), keep, strict=True))
-    return dx, dw, None, db, ds, None, no_main, None, None, None, None
+    return dx, dw, None, db, ds, None, no_main, None, None, None, None, None
 
 
 registry.define(
     "grouped_linear(Tensor x, Tensor weight, Tensor offsets, Tensor? bias, Tensor? bias_scale, Tensor? rng,"
-    " Tensor[] main_grads, Tensor? cache, Tensor? queue, str recipe, bool save_input) -> Tensor[]",
+    " Tensor[] main_grads, Tensor? cache, Tensor? queue, str recipe, bool save_input, Tensor? tap) -> Tensor[]",
     _forward,
     _forward_fake,
 )
 registry.define(
     "grouped_linear_backward(Tensor dy, Tensor? x, Tensor[] saved, Tensor weight, Tensor offsets, Tensor? bias,"
     " Tensor? bias_scale, Tensor? rng, Tensor(a!)[] main_grads, Tensor? cache, Tensor(b!)? queue, str recipe, bool copy,"
-    " bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
+    " bool[] needs, Tensor? tap) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )

@@ -19,6 +19,7 @@ from blockscale.activations import Activation, parse
 from blockscale.ops import checks, registry, stages
 from blockscale.ops.grouped_linear import check_bias, check_main_grad, check_weight, fake_saved
 from blockscale.ops.quantize import rng_from
+from blockscale.ops.tap import Seen, Tap, backward_tap, forward_tap
 from blockscale.ops.weight_cache import WeightCache, weight_operand
 from blockscale.ops.wgrad_queue import Waiting, WgradQueue, find_queue, waiting, without_hooks
 from blockscale.recipes import Recipe, current_recipe, parse_recipe
@@ -29,6 +30,7 @@ class MLPTensors:
     """What both passes read besides their operand.
 
     ``main_grads``: empty, or the float32 buffers of w1 and w2. ``caches``: empty, or the tickets of their caches.
+    ``tap``: of somebody who watches.
     """
 
     w1: Tensor
@@ -40,6 +42,25 @@ class MLPTensors:
     rng: Tensor | None
     main_grads: list[Tensor]
     caches: list[Tensor]
+    tap: Tap | None
+
+    def see(self, *tensors: Seen | None) -> None:
+        """Show the tensors of a pass, in order, to whoever watches."""
+        if self.tap is not None:
+            self.tap.see_pass([t for t in tensors if t is not None], self.offsets)
+
+    def see_gradients(self, dws: tuple[Tensor, Tensor], made: tuple[bool, bool]) -> None:
+        """Show the weight gradients that were made, or the main_grads that they were added to."""
+        for i in (0, 1):
+            if self.tap is not None and made[i]:
+                self.tap.see_weight(f"dw{i + 1}", self.main_grads[i] if self.main_grads else dws[i])
+
+    def shown(self, index: int, r: Recipe) -> stages.Operand:
+        """w1 (index 0) or w2 (1) as forward multiplies it, shown to whoever watches."""
+        q = self.quantized(index, r, "rowwise")
+        if self.tap is not None:
+            self.tap.see_weight(f"weight{index + 1}", (self.w1, self.w2)[index], q)
+        return q
 
     def quantized(self, index: int, r: Recipe, plane: str) -> stages.Operand:
         """w1 (index 0) or w2 (1) in a plane."""
@@ -52,10 +73,11 @@ def forward_step(
 ) -> list[Tensor]:
     """[y, h or (``recompute``) rowwise plane of x, columnwise plane of x (when ``save_input``)]."""
     x_q = stages.quantize(x, t.offsets, r.input, rowwise=True, columnwise=save_input)
-    h = stages.forward_gemm(x_q, t.quantized(0, r, "rowwise"), t.offsets, x.dtype, t.b1)
+    h = stages.forward_gemm(x_q, t.shown(0, r), t.offsets, x.dtype, t.b1)
     a = stages.activation(h, t.offsets, t.probs, act)
     a_q = stages.quantize(a, t.offsets, r.input, rowwise=True, columnwise=False)
-    y = stages.forward_gemm(a_q, t.quantized(1, r, "rowwise"), t.offsets, x.dtype, t.b2, bias_scale=t.probs)
+    y = stages.forward_gemm(a_q, t.shown(1, r), t.offsets, x.dtype, t.b2, bias_scale=t.probs)
+    t.see(Seen("input", x, x_q), Seen("hidden", h), Seen("activation", a, a_q), Seen("output", y))
     kept = stages.plane_tensors(x_q, "rowwise") if recompute else [h]
     return [y, *kept, *(stages.plane_tensors(x_q) if save_input else [])]
 
@@ -131,6 +153,10 @@ def backward_step(
             dw1 = wgrad(0, dh_q, kept.columns(t, r, shape))
         if n.x:
             dx = stages.dgrad_gemm(dh_q, t.quantized(0, r, "columnwise"), t.offsets, dy.dtype)
+        t.see(Seen("gradient", dy, dy_q), Seen("da", da), Seen("dh", dh, dh_q), Seen("dx", dx) if n.x else None)
+    else:
+        t.see(Seen("gradient", dy, dy_q))
+    t.see_gradients((dw1, dw2), (n.w1 and delayed is None, n.w2 and delayed is None))
     return dx, dw1, dw2, ds, db1, db2
 
 
@@ -151,6 +177,7 @@ def grouped_mlp(
     caches: tuple[WeightCache, WeightCache] | None = None,
     queue: WgradQueue | None = None,
     recompute: bool = False,
+    tap: Tap | None = None,
 ) -> Tensor:
     """y = s * (W2 act(W1 x + b1) + b2), group by group; differentiable in x, the weights, the biases and probs.
 
@@ -170,6 +197,7 @@ def grouped_mlp(
         caches: keep the quantized w1 and w2 until the weights change.
         queue: backward leaves dW1 and dW2 there, to be computed by ``queue.run``.
         recompute: keep both quantized planes of x (a recipe without formats: x) and compute h again in backward.
+        tap: somebody watches: the tensors of both passes are shown to its listeners.
 
     Returns:
         (M, H') in x's dtype, dead rows zero.
@@ -215,6 +243,7 @@ def grouped_mlp(
         interleave or 0,
         grad and w1.requires_grad,
         grad and recompute,
+        None if tap is None else tap.ticket,
     )
     y: Tensor = outputs[0]
     return y
@@ -237,14 +266,15 @@ def _forward(
     interleave: int,
     save_input: bool,
     recompute: bool,
+    tap: Tensor | None,
 ) -> list[Tensor]:
     checks.offset_values(offsets, x.shape[0])
-    t = MLPTensors(w1, w2, offsets, probs, b1, b2, rng, main_grads, caches)
+    t = MLPTensors(w1, w2, offsets, probs, b1, b2, rng, main_grads, caches, forward_tap(tap))
     return forward_step(x, t, parse_recipe(recipe), stages.ActivationSpec(act, interleave), save_input, recompute)
 
 
 def _forward_fake(x: Tensor, w1: Tensor, w2: Tensor, offsets: Tensor, *others: Any) -> list[Tensor]:
-    recipe, _, _, save_input, recompute = others[-5:]
+    recipe, _, _, save_input, recompute, _ = others[7:]
     M = x.shape[0]
     kept = fake_saved(x, offsets, recipe, "rowwise") if recompute else [x.new_empty((M, w1.shape[1]))]
     return [x.new_empty((M, w2.shape[1])), *kept, *(fake_saved(x, offsets, recipe) if save_input else [])]
@@ -270,8 +300,9 @@ def _backward(
     interleave: int,
     copy: bool,
     needs: list[bool],
+    tap: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    t = MLPTensors(w1, w2, offsets, probs, b1, b2, rng, main_grads, caches)
+    t = MLPTensors(w1, w2, offsets, probs, b1, b2, rng, main_grads, caches, backward_tap(tap))
     n, spec = Needs(*needs), stages.ActivationSpec(act, interleave)
     delayed: list[Waiting] | None = None if queue is None else []
     dx, dw1, dw2, ds, db1, db2 = backward_step(dy, Kept(x, h, saved), t, parse_recipe(recipe), spec, n, delayed)
@@ -298,7 +329,7 @@ def _backward_fake(
     queue: Tensor | None,
     *others: Any,
 ) -> tuple[Tensor, ...]:
-    n = Needs(*others[-1])
+    n = Needs(*others[4])
     own_dw = not main_grads and queue is None
     dx = dy.new_empty((dy.shape[0], w1.shape[2]) if n.x else 0)
     dw1 = w1.new_empty(w1.shape if n.w1 and own_dw else 0)
@@ -312,7 +343,7 @@ def _backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, *tensors, ctx.main_grads, caches, ctx.queue, ctx.recipe, ctx.act, ctx.interleave, _, ctx.recompute = inputs
+    x, *tensors, ctx.main_grads, caches, ctx.queue, ctx.recipe, ctx.act, ctx.interleave, _, ctx.recompute, ctx.tap = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     x = x if parse_recipe(ctx.recipe).input is None else None  # a quantized input is saved as its planes
@@ -322,7 +353,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     no_main, no_caches = [None] * len(ctx.main_grads), [None] * ctx.num_caches
-    tail = (no_main, no_caches, *(None,) * 6)
+    tail = (no_main, no_caches, *(None,) * 7)
     dy = grads[0]
     if dy is None:
         return (None,) * 8 + tail
@@ -331,7 +362,7 @@ def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     h, saved = (None, saved) if ctx.recompute else (saved[0], saved[1:])
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4, 5, 6)]
     copy = type(dy) is not Tensor  # traced: the operands will lie in memory that the graph uses again
-    options = (ctx.recipe, ctx.act, ctx.interleave, copy, needs)
+    options = (ctx.recipe, ctx.act, ctx.interleave, copy, needs, ctx.tap)
     dx, dw1, dw2, ds, db1, db2 = torch.ops.blockscale.grouped_mlp_backward(
         dy, x, h, saved, w1, w2, offsets, probs, b1, b2, rng, ctx.main_grads, caches, ctx.queue, *options
     )
@@ -345,14 +376,14 @@ _TENSORS = "Tensor w1, Tensor w2, Tensor offsets, Tensor? probs, Tensor? b1, Ten
 _OPTIONS = "str recipe, str act, int interleave"
 registry.define(
     f"grouped_mlp(Tensor x, {_TENSORS}, Tensor[] main_grads, Tensor[] caches, Tensor? queue, {_OPTIONS}, bool save_input,"
-    " bool recompute) -> Tensor[]",
+    " bool recompute, Tensor? tap) -> Tensor[]",
     _forward,
     _forward_fake,
 )
 registry.define(
     f"grouped_mlp_backward(Tensor dy, Tensor? x, Tensor? h, Tensor[] saved, {_TENSORS}, Tensor(a!)[] main_grads,"
-    f" Tensor[] caches, Tensor(b!)? queue, {_OPTIONS}, bool copy, bool[] needs)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f" Tensor[] caches, Tensor(b!)? queue, {_OPTIONS}, bool copy, bool[] needs,"
+    " Tensor? tap) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )
