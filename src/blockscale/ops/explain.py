@@ -278,30 +278,31 @@ def _adapter(present: bool, names: str, x: str, dy: str) -> tuple[Steps, Steps]:
 
 
 def _frozen_linear(name: str, values: dict[str, Any]) -> tuple[Steps, Steps]:
-    r = parse_recipe(values["recipe"])
+    r, w = parse_recipe(values["recipe"]), parse(values["weight_format"])
     forward, backward = _adapter(values["lora_a"] is not None, "", "x", "dy")
     return (
-        [*_to(r.input, "x", "rowwise"), ("gemm", "y = x W^T"), *forward],
-        [*_to(r.gradient, "dy", "rowwise"), ("gemm", "dx = dy W"), *backward],
+        [*_to(r.input, "x", "rowwise"), ("gemm", "y = x W^T", r.input, w), *forward],
+        [*_to(r.gradient, "dy", "rowwise"), ("gemm", "dx = dy W", r.gradient, w), *backward],
     )
 
 
 def _frozen_mlp(name: str, values: dict[str, Any]) -> tuple[Steps, Steps]:
     r, act = parse_recipe(values["recipe"]), values["act"].partition(":")[0]
+    w1, w2 = parse(values["w1_format"]), parse(values["w2_format"])
     first, first_back = _adapter(values["lora1_a"] is not None, "1", "x", "dh")
     second, second_back = _adapter(values["lora2_a"] is not None, "2", "a", "dy")
-    pre: Steps = [*_to(r.input, "x", "rowwise"), ("gemm", "h = x W1^T"), *first]
-    again: Steps = [] if values["save_h"] else [(kind, f"{what}, again") for kind, what in pre]
-    forward = [*pre, ("activation", f"a = {act}(h)"), *_to(r.input, "a", "rowwise"), ("gemm", "y = a W2^T"), *second]
+    pre: Steps = [*_to(r.input, "x", "rowwise"), ("gemm", "h = x W1^T", r.input, w1), *first]
+    again: Steps = [] if values["save_h"] else [(kind, f"{what}, again", *formats) for kind, what, *formats in pre]
+    forward = [*pre, ("activation", f"a = {act}(h)"), *_to(r.input, "a", "rowwise"), ("gemm", "y = a W2^T", r.input, w2), *second]
     backward: Steps = [
         *again,
         *_to(r.gradient, "dy", "rowwise"),
         *([("activation", f"a = {act}(h), again")] if second else []),
-        ("gemm", "da = dy W2"),
+        ("gemm", "da = dy W2", r.gradient, w2),
         *second_back,
         ("activation", "dh and dprobs from da and h"),
         *_to(r.gradient, "dh", "rowwise"),
-        ("gemm", "dx = dh W1"),
+        ("gemm", "dx = dh W1", r.gradient, w1),
         *first_back,
     ]
     return forward, backward
