@@ -80,6 +80,19 @@ def problem(
     )
 
 
+class Operands:
+    """What a linear's products read: the forward pass (rowwise planes) and, by the recipe's backward, dgrad and wgrad."""
+
+    def __init__(self, x: Tensor, w: Tensor, offsets: Tensor, r: Recipe):
+        self.x, self.w = quantized(x, offsets, r.input), quantized(w, None, r.weight)
+        self.x_back, self.w_back = self.x, self.w
+        if r.backward == "high_precision":
+            self.x_back, self.w_back = x, w
+        elif r.backward == "dequantized":
+            self.x_back = x if r.input is None else self.x.dequantize()
+            self.w_back = w if r.weight is None else self.w.dequantize().view(w.shape)
+
+
 def _group_sums(x: Tensor, offsets: Tensor) -> Tensor:
     return torch.stack([x[a:b].sum(0) for a, b in pairwise(offsets.tolist())])
 
@@ -87,24 +100,24 @@ def _group_sums(x: Tensor, offsets: Tensor) -> Tensor:
 def mlp(p: Problem, r: Recipe) -> dict[str, Tensor]:
     """y, every gradient (dw float32, before the rounding to the weight's dtype; bias sums and the bias part of ds in float64)."""
     dtype, offsets = p.x.dtype, p.offsets
-    x_q = quantized(p.x, offsets, r.input)
-    w1_q, w2_q = quantized(p.w1, None, r.weight), quantized(p.w2, None, r.weight)
-    h = bs.grouped_gemm(x_q, w1_q, offsets=offsets, bias=p.b1, out_dtype=dtype).requires_grad_()
+    r1, r2 = r.of("fc1"), r.of("fc2")
+    one = Operands(p.x, p.w1, offsets, r1)
+    h = bs.grouped_gemm(one.x, one.w, offsets=offsets, bias=p.b1, out_dtype=dtype).requires_grad_()
     s = None if p.probs is None else p.probs.clone().requires_grad_()
     a = bs.activation(h, p.activation, probs=s, interleave=p.interleave, offsets=offsets)
-    a_q = quantized(a.detach(), offsets, r.input)
+    two = Operands(a.detach(), p.w2, offsets, r2)
     scale = p.probs if p.b2 is not None else None
-    y = bs.grouped_gemm(a_q, w2_q, offsets=offsets, bias=p.b2, bias_scale=scale, out_dtype=dtype)
+    y = bs.grouped_gemm(two.x, two.w, offsets=offsets, bias=p.b2, bias_scale=scale, out_dtype=dtype)
 
     later = None if p.rng is None else p.rng + torch.tensor([0, 1])
-    dy_q = quantized(p.dy, offsets, r.gradient, p.rng)
-    a.backward(bs.grouped_gemm(dy_q, w2_q, role="dgrad", offsets=offsets, out_dtype=dtype))
-    dh_q = quantized(h.grad, offsets, r.gradient, later)
+    dy_q = quantized(p.dy, offsets, r2.gradient, p.rng)
+    a.backward(bs.grouped_gemm(dy_q, two.w_back, role="dgrad", offsets=offsets, out_dtype=dtype))
+    dh_q = quantized(h.grad, offsets, r1.gradient, later)
     result = {
         "y": y,
-        "x": bs.grouped_gemm(dh_q, w1_q, role="dgrad", offsets=offsets, out_dtype=dtype),
-        "w1": bs.grouped_gemm(dh_q, x_q, role="wgrad", offsets=offsets),
-        "w2": bs.grouped_gemm(dy_q, a_q, role="wgrad", offsets=offsets),
+        "x": bs.grouped_gemm(dh_q, one.w_back, role="dgrad", offsets=offsets, out_dtype=dtype),
+        "w1": bs.grouped_gemm(dh_q, one.x_back, role="wgrad", offsets=offsets),
+        "w2": bs.grouped_gemm(dy_q, two.x_back, role="wgrad", offsets=offsets),
     }
     rows = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
     live = slice(0, len(rows))
@@ -124,12 +137,13 @@ def mlp(p: Problem, r: Recipe) -> dict[str, Tensor]:
 def linear(p: Problem, r: Recipe) -> dict[str, Tensor]:
     """The first linear alone (x, w1, b1, upstream gradient of its width in dy)."""
     offsets, dtype = p.offsets, p.x.dtype
-    x_q, w_q = quantized(p.x, offsets, r.input), quantized(p.w1, None, r.weight)
+    r = r.of("linear")
+    one = Operands(p.x, p.w1, offsets, r)
     dy_q = quantized(p.dy, offsets, r.gradient, p.rng)
     result = {
-        "y": bs.grouped_gemm(x_q, w_q, offsets=offsets, bias=p.b1, out_dtype=dtype),
-        "x": bs.grouped_gemm(dy_q, w_q, role="dgrad", offsets=offsets, out_dtype=dtype),
-        "w1": bs.grouped_gemm(dy_q, x_q, role="wgrad", offsets=offsets),
+        "y": bs.grouped_gemm(one.x, one.w, offsets=offsets, bias=p.b1, out_dtype=dtype),
+        "x": bs.grouped_gemm(dy_q, one.w_back, role="dgrad", offsets=offsets, out_dtype=dtype),
+        "w1": bs.grouped_gemm(dy_q, one.x_back, role="wgrad", offsets=offsets),
     }
     if p.b1 is not None:
         result["b1"] = _group_sums(p.dy[: int(offsets[-1])].double(), offsets)

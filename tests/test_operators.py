@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from support import RECIPES, assert_all_same, normal, offsets_of
+from support import LATER_RECIPES, RECIPES, assert_all_same, normal, offsets_of
 from torch.library import opcheck
 
 import blockscale as bs
@@ -15,6 +15,7 @@ M4, NR = bs.MXFP4(), bs.NVFP4(row_scaled=True, four_over_six="mse")
 MX, NV, FT, FB = bs.MXFP8(), bs.NVFP4(hadamard=True, stochastic=True), bs.FP8Tensor("e5m2"), bs.FP8Block()
 RNG = torch.tensor([3, 1])
 FEW = [RECIPES[name] for name in ("bf16", "mxfp8_hybrid", "nvfp4", "fp8_current", "fp8_block")]
+FEW += [LATER_RECIPES[name] for name in ("custom", "planes", "dequantized_nvfp4", "weight_only")]
 
 
 class Setting:
@@ -143,7 +144,7 @@ def grouped_linear(s):
 def grouped_linear_backward(s):
     for recipe in FEW:
         saved = OPS.grouped_linear(s.x, s.w1, s.offsets, None, None, [], recipe.spec(), True)[1:]
-        x = s.x if recipe.input is None else None
+        x = s.x if recipe.saved_plane is None else None
         for main, needs in (([], [True] * 3), ([torch.ones_like(s.w1)], [False, True, False])):
             yield s.h, x, saved, s.w1, s.offsets, s.b1, RNG, main, recipe.spec(), needs
 
@@ -159,7 +160,7 @@ def grouped_mlp(s):
 def grouped_mlp_backward(s):
     for recipe in FEW:
         parts = OPS.grouped_mlp(s.x, s.w1, s.w2, s.offsets, s.probs, s.b1, s.b2, None, [], recipe.spec(), "swiglu", 0, True)
-        h, saved, x = parts[1], parts[2:], s.x if recipe.input is None else None
+        h, saved, x = parts[1], parts[2:], s.x if recipe.of("fc1").saved_plane is None else None
         for main, needs in (
             ([], [True] * 6),
             ([torch.ones_like(s.w1), torch.ones_like(s.w2)], [False, True, True, False, False, True]),
@@ -289,6 +290,11 @@ def test_compiled_mlp(recipe):
     check_compiled("mlp", RECIPES[recipe])
 
 
+@pytest.mark.parametrize("recipe", LATER_RECIPES)
+def test_compiled_mlp_of_later_recipes(recipe):
+    check_compiled("mlp", LATER_RECIPES[recipe])
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4", "fp8_block"])
 @pytest.mark.parametrize("kind", ["linear", "moe"])
 def test_compiled_layers(kind, recipe):
@@ -364,7 +370,7 @@ def test_compiled_for_several_recipes_and_formats():
         for which, plane in want.planes.items():
             assert_all_same(dict(enumerate(got.planes[which].tensors())), dict(enumerate(plane.tensors())), fmt.spec())
     mlp = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for recipe in RECIPES.values():
+    for recipe in (*RECIPES.values(), *LATER_RECIPES.values()):
         module.recipe = recipe
         assert_all_same(step(mlp, inputs, dict(module.named_parameters())), step(call, inputs, dict(module.named_parameters())))
 

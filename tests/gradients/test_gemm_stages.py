@@ -33,7 +33,13 @@ TRIPLES = {
     "fp8block_float_scales": (FB(power_of_two=False), FB(block=(128, 128), power_of_two=False), FB("e5m2", power_of_two=False)),
     "fp8block_1d_weight": (FB(), FB(), FB("e5m2")),
     "mxfp8_by_nvfp4": (MX(), NV(), MX("e5m2")),
+    "w4a8_mxfp4": (MX(), M4((32, 32)), MX()),
+    "w4a8_mxfp4_e5m2": (MX("e5m2", scale_rounding="floor"), M4(), MX("e5m2")),
+    "w4a8_nvfp4": (MX(), NV((16, 16)), MX("e5m2")),
+    "w4a8_nvfp4_rows": (MX(), NV(row_scaled=True, four_over_six="mae"), MX()),
+    "a4w8": (NV(row_scaled=True), MX(), M4()),
     "bf16_weight": (MX(), None, MX()),
+    "weight_only": (None, M4(), None),
 }
 SIZES = {
     "many": ([37, 0, 128, 1, 130, 65, 0], 380),

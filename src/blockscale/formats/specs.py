@@ -17,12 +17,16 @@ def _check(name: str, value: object, legal: tuple[object, ...]) -> None:
 
 @dataclass(frozen=True)
 class Format:
-    """What all formats have in common; not to be made directly."""
+    """What all formats have in common; not to be made directly.
+
+    Each has ``columnwise_source``: "original" quantizes the columnwise plane from the tensor, "rowwise_dequantized" from
+    the float32 values of the rowwise plane, so that both planes stand for nearly the same numbers.
+    """
 
     kind: ClassVar[str]
     _spec: ClassVar[str]
     #: options that came later: they stand in the text only when they differ from the default, so that old texts stay the same
-    _later: ClassVar[tuple[str, ...]] = ()
+    _later: ClassVar[tuple[str, ...]] = ("columnwise_source",)
     #: type of the block scales: "e8m0" and "e4m3" are codes with layouts, "float32" is not
     scale_type: ClassVar[str] = "float32"
     #: whether planes carry a global amax
@@ -77,6 +81,15 @@ class Format:
         """The string form, such as ``mxfp8:element=e4m3:block=1x32:scale_rounding=up:nan=propagate``."""
         return self._spec
 
+    def of(self, plane: str) -> Format:
+        """The format of a plane: of all but :class:`Hybrid`, this one."""
+        return self
+
+    @property
+    def from_row(self) -> bool:
+        """Whether the columnwise plane is quantized from the values of the rowwise one instead of from the tensor."""
+        return bool(getattr(self, "columnwise_source", "original") == "rowwise_dequantized")
+
     def __post_init__(self) -> None:
         """Make the text once: torch.compile would take the numbers of a second format for symbolic sizes as it traced this."""
         parts = [self.kind]
@@ -85,6 +98,9 @@ class Format:
             if f.name not in self._later or value != f.default:
                 parts.append(f"{f.name}={'x'.join(map(str, value)) if isinstance(value, tuple) else value}")
         object.__setattr__(self, "_spec", ":".join(parts))
+        _check("columnwise_source", getattr(self, "columnwise_source", "original"), ("original", "rowwise_dequantized"))
+        if self.from_row and self.is_2d:
+            raise ValueError("columnwise_source='rowwise_dequantized' is for blocks of one row; a square block serves both planes")
 
 
 @dataclass(frozen=True)
@@ -102,6 +118,7 @@ class MXFP8(Format):
     block: tuple[int, int] = (1, 32)
     scale_rounding: str = "up"
     nan: str = "propagate"
+    columnwise_source: str = "original"
     kind: ClassVar[str] = "mxfp8"
     scale_type: ClassVar[str] = "e8m0"
 
@@ -129,6 +146,7 @@ class MXFP4(Format):
     block: tuple[int, int] = (1, 32)
     scale_rounding: str = "up"
     nan: str = "propagate"
+    columnwise_source: str = "original"
     kind: ClassVar[str] = "mxfp4"
     element: ClassVar[str] = "e2m1"
     scale_type: ClassVar[str] = "e8m0"
@@ -164,8 +182,9 @@ class NVFP4(Format):
     row_scaled: bool = False
     four_over_six: str | None = None
     scale_max: int = 448
+    columnwise_source: str = "original"
     kind: ClassVar[str] = "nvfp4"
-    _later: ClassVar[tuple[str, ...]] = ("row_scaled", "four_over_six", "scale_max")
+    _later: ClassVar[tuple[str, ...]] = ("row_scaled", "four_over_six", "scale_max", "columnwise_source")
     scale_type: ClassVar[str] = "e4m3"
     element: ClassVar[str] = "e2m1"
     has_amax: ClassVar[bool] = True
@@ -206,6 +225,7 @@ class FP8Tensor(Format):
     element: str = "e4m3"
     power_of_two: bool = False
     eps: float = 0.0
+    columnwise_source: str = "original"
     kind: ClassVar[str] = "fp8tensor"
     has_amax: ClassVar[bool] = True
     transposed: ClassVar[bool] = True
@@ -230,6 +250,7 @@ class FP8Block(Format):
     block: tuple[int, int] = (1, 128)
     power_of_two: bool = True
     eps: float = 0.0
+    columnwise_source: str = "original"
     kind: ClassVar[str] = "fp8block"
     transposed: ClassVar[bool] = True
 
@@ -237,6 +258,56 @@ class FP8Block(Format):
         super().__post_init__()
         _check("block", self.block, ((1, 128), (128, 128)))
         _check_fp8(self.element, self.power_of_two, self.eps)
+
+
+@dataclass(frozen=True)
+class Hybrid(Format):
+    """Rowwise plane in one format, columnwise plane in another.
+
+    Args:
+        rowwise, columnwise: the formats; what they say about the other plane is ignored.
+        columnwise_source: of this pair: "original" or "rowwise_dequantized".
+    """
+
+    rowwise: Format
+    columnwise: Format
+    columnwise_source: str = "original"
+    kind: ClassVar[str] = "hybrid"
+
+    def __post_init__(self) -> None:
+        for name, fmt in (("rowwise", self.rowwise), ("columnwise", self.columnwise)):
+            if not isinstance(fmt, Format) or isinstance(fmt, Hybrid):
+                raise TypeError(f"{name} is {type(fmt).__name__}; a format of one plane such as MXFP8() is needed")
+            if fmt.from_row:
+                raise ValueError(f"{name} has a columnwise_source; give it to Hybrid, whose planes it relates")
+        _check("columnwise_source", self.columnwise_source, ("original", "rowwise_dequantized"))
+        text = ";".join((self.kind, self.rowwise.spec(), self.columnwise.spec(), self.columnwise_source))
+        object.__setattr__(self, "_spec", text)
+
+    def of(self, plane: str) -> Format:
+        """The format of "rowwise" or "columnwise"."""
+        return self.rowwise if plane == "rowwise" else self.columnwise
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether both planes have scale codes, and so all layouts."""
+        return self.rowwise.has_codes and self.columnwise.has_codes
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether a plane is rounded stochastically."""
+        return any(getattr(f, "stochastic", False) for f in (self.rowwise, self.columnwise))
+
+    @property
+    def hadamard(self) -> bool:
+        """Whether the columnwise plane is transformed."""
+        return bool(getattr(self.columnwise, "hadamard", False))
+
+    @property
+    def label(self) -> str:
+        """Both labels."""
+        source = " from the row plane" if self.from_row else ""
+        return f"rowwise {self.rowwise.label}, columnwise {self.columnwise.label}{source}"
 
 
 def _check_fp8(element: str, power_of_two: bool, eps: float) -> None:
@@ -256,6 +327,11 @@ def parse(spec: str) -> Format:
     Raises:
         ValueError: unknown kind or option, naming the legal ones.
     """
+    if spec.startswith(f"{Hybrid.kind};"):
+        parts = spec.split(";")
+        if len(parts) != 4:
+            raise ValueError(f"format {spec!r}: hybrid;ROWWISE;COLUMNWISE;SOURCE is needed")
+        return Hybrid(parse(parts[1]), parse(parts[2]), parts[3])
     kind, *options = spec.split(":")
     if kind not in _KINDS:
         raise ValueError(f"format {spec!r}: kind {kind!r} is not one of {sorted(_KINDS)}")

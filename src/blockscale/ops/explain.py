@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from blockscale.formats import Format, parse
 from blockscale.ops.backend import Choice, choose
 from blockscale.ops.registry import NAMESPACE
-from blockscale.recipes import parse_recipe
+from blockscale.recipes import Recipe, parse_recipe
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class _Recorder(TorchDispatchMode):
             values = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
             device = next(t.device for t in tree_leaves((result, args)) if isinstance(t, Tensor))
             made = result if isinstance(result, (list, tuple)) else [result]
-            names = _OUTPUTS.get(name, ())
+            names = _outputs(name, values)
             self.made |= {_storage(t): n for t, n in zip(made, names, strict=False)}
             self.keep += made
             forward, backward = _STAGES.get(name, _plain)(name, values)
@@ -166,53 +166,73 @@ def _plain(name: str, values: dict[str, Any]) -> tuple[Steps, Steps]:
 
 def _to(fmt: Format | None, what: str, planes: str) -> Steps:
     """The step that quantizes; none where the operand stays high precision (rounded to bfloat16 inside the GEMM)."""
-    return [] if fmt is None else [("quantize", f"{what} to {fmt.label}, {planes}")]
+    if fmt is None:
+        return []
+    label = fmt.label if planes == "both planes" else fmt.of(planes).label
+    return [("quantize", f"{what} to {label}, {planes}")]
+
+
+def _input(r: Recipe, what: str, keep: bool) -> Steps:
+    return _to(r.input, what, "both planes" if keep and r.saved_plane == "columnwise" else "rowwise")
+
+
+def _again(r: Recipe, fmt: Format | None, what: str) -> Steps:
+    """An operand that backward makes anew from the high-precision tensor."""
+    if r.backward == "dequantized":
+        return _to(fmt, f"{what} (then dequantized)", "rowwise")
+    return _to(fmt, what, "columnwise") if r.backward == "quantized" else []
 
 
 def _linear(name: str, values: dict[str, Any]) -> tuple[Steps, Steps]:
-    r = parse_recipe(values["recipe"])
-    planes = "both planes" if values["save_input"] else "rowwise"
-    forward = [*_to(r.input, "x", planes), *_to(r.weight, "weight", "rowwise"), ("gemm", "y = x W^T")]
-    backward = [*_to(r.gradient, "dy", "both planes"), *_to(r.weight, "weight", "columnwise"), ("gemm", "dx = dy W")]
+    r = parse_recipe(values["recipe"]).of("linear")
+    forward = [*_input(r, "x", values["save_input"]), *_to(r.weight, "weight", "rowwise"), ("gemm", "y = x W^T")]
+    backward = [*_to(r.gradient, "dy", "both planes"), *_again(r, r.weight, "weight"), ("gemm", "dx = dy W")]
     backward += [("gemm", "dW = dy^T x")] + ([("reduce", "dbias")] if values["bias"] is not None else [])
     return forward, backward
 
 
 def _mlp(name: str, values: dict[str, Any]) -> tuple[Steps, Steps]:
     r, act = parse_recipe(values["recipe"]), values["act"].partition(":")[0]
-    planes = "both planes" if values["save_input"] else "rowwise"
+    r1, r2 = r.of("fc1"), r.of("fc2")
     forward: Steps = [
-        *_to(r.input, "x", planes),
-        *_to(r.weight, "w1", "rowwise"),
+        *_input(r1, "x", values["save_input"]),
+        *_to(r1.weight, "w1", "rowwise"),
         ("gemm", "h = x W1^T"),
         ("activation", f"a = {act}(h)"),
-        *_to(r.input, "a", "rowwise"),
-        *_to(r.weight, "w2", "rowwise"),
+        *_to(r2.input, "a", "rowwise"),
+        *_to(r2.weight, "w2", "rowwise"),
         ("gemm", "y = a W2^T"),
     ]
     backward: Steps = [
-        *_to(r.gradient, "dy", "both planes"),
+        *_to(r2.gradient, "dy", "both planes"),
         ("activation", f"a = {act}(h), again"),
-        *_to(r.input, "a", "columnwise"),
+        *_again(r2, r2.input, "a"),
         ("gemm", "dW2 = dy^T a"),
         *([("reduce", "db2")] if values["b2"] is not None else []),
-        *_to(r.weight, "w2", "columnwise"),
+        *_again(r2, r2.weight, "w2"),
         ("gemm", "da = dy W2"),
         ("activation", "dh and dprobs from da and h"),
         *([("reduce", "db1")] if values["b1"] is not None else []),
-        *_to(r.gradient, "dh", "both planes"),
+        *_to(r1.gradient, "dh", "both planes"),
         ("gemm", "dW1 = dh^T x"),
-        *_to(r.weight, "w1", "columnwise"),
+        *_again(r1, r1.weight, "w1"),
         ("gemm", "dx = dh W1"),
     ]
     return forward, backward
 
 
-_PLANE = ("x columnwise data", "x columnwise scale", "x columnwise amax")
-#: names of what an operator makes, for the list of what is kept
+def _outputs(name: str, values: dict[str, Any]) -> tuple[str, ...]:
+    """Names of what an operator makes, for the list of what is kept."""
+    names = _OUTPUTS.get(name, ())
+    if name in ("grouped_linear", "grouped_mlp"):
+        which = parse_recipe(values["recipe"]).of("linear" if name == "grouped_linear" else "fc1").saved_plane
+        names += tuple(f"x {which} {part}" for part in ("data", "scale", "amax"))
+    return names
+
+
 _OUTPUTS = {
-    "grouped_linear": ("y", *_PLANE),
-    "grouped_mlp": ("y", "h (pre-activation)", *_PLANE),
+    "grouped_linear": ("y",),
+    "grouped_mlp": ("y", "h (pre-activation)"),
     "permute": ("permuted x", "permuted probs", "offsets", "row map"),
     "router": ("probs", "ids", "scores"),
     "unpermute": ("y",),

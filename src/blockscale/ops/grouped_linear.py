@@ -93,11 +93,11 @@ def _forward(
     save_input: bool,
 ) -> list[Tensor]:
     checks.offset_values(offsets, x.shape[0])
-    r = parse_recipe(recipe)
-    x_q = stages.quantize(x, offsets, r.input, rowwise=True, columnwise=save_input)
+    r = parse_recipe(recipe).of("linear")
+    x_q = stages.quantize_input(x, offsets, r, save_input)
     w_q = stages.quantize_weight(weight, r.weight, "rowwise")
     y = stages.forward_gemm(x_q, w_q, offsets, x.dtype, bias)
-    return [y, *(stages.columnwise_tensors(x_q) if save_input else [])]
+    return [y, *(stages.saved_tensors(x_q, r) if save_input else [])]
 
 
 def _forward_fake(
@@ -111,16 +111,17 @@ def _forward_fake(
     save_input: bool,
 ) -> list[Tensor]:
     y = x.new_empty((x.shape[0], weight.shape[1]))
-    return [y, *fake_saved(x, offsets, recipe, save_input)]
+    return [y, *fake_saved(x, offsets, parse_recipe(recipe).of("linear"), save_input)]
 
 
-def fake_saved(x: Tensor, offsets: Tensor, recipe: str, save_input: bool) -> list[Tensor]:
-    """Empty tensors like the columnwise plane of x that forward saves."""
-    fmt = parse_recipe(recipe).input
-    if fmt is None or not save_input:
+def fake_saved(x: Tensor, offsets: Tensor, r: Recipe, save_input: bool) -> list[Tensor]:
+    """Empty tensors like the plane of x that forward saves."""
+    which = r.saved_plane
+    if which is None or r.input is None or not save_input:
         return []
-    planes = fake_grouped(x, x.shape[0], x.shape[1], offsets.shape[0] - 1, fmt, False, True, stages.LAYOUT)
-    return planes if fmt.has_amax else planes[:2]
+    row = which == "rowwise"
+    planes = fake_grouped(x, x.shape[0], x.shape[1], offsets.shape[0] - 1, r.input, row, not row, stages.LAYOUT)
+    return planes if r.input.of(which).has_amax else planes[:2]
 
 
 def _backward(
@@ -135,14 +136,14 @@ def _backward(
     recipe: str,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r = parse_recipe(recipe)
+    r = parse_recipe(recipe).of("linear")
     need_dx, need_dw, need_db = needs
     dy_q = stages.quantize(dy, offsets, r.gradient, rowwise=need_dx, columnwise=need_dw, rng=rng)
     dx, dw, db = (stages.empty(t) for t in (dy, weight, weight if bias is None else bias))
     if need_dx:
-        dx = stages.dgrad_gemm(dy_q, stages.quantize_weight(weight, r.weight, "columnwise"), offsets, dy.dtype)
+        dx = stages.dgrad_gemm(dy_q, stages.backward_weight(weight, r), offsets, dy.dtype)
     if need_dw:
-        x_q = stages.columnwise_operand(saved, x, (dy.shape[0], weight.shape[2]), r.input, offsets)
+        x_q = stages.saved_operand(saved, x, (dy.shape[0], weight.shape[2]), r, offsets)
         dw = stages.wgrad_gemm(dy_q, x_q, offsets, weight, main_grads[0] if main_grads else None)
     if need_db and bias is not None:
         db = stages.bias_grad(dy, offsets).to(bias.dtype)
@@ -172,7 +173,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     x, weight, offsets, bias, rng, ctx.main_grads, ctx.recipe, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    x = x if parse_recipe(ctx.recipe).input is None else None  # a quantized input is saved as its columnwise plane
+    x = x if parse_recipe(ctx.recipe).of("linear").saved_plane is None else None  # else a plane of it is saved
     ctx.save_for_backward(x, weight, offsets, bias, rng, *output[1:])
 
 

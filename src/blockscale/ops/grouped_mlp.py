@@ -1,7 +1,8 @@
 """The differentiable operator ``grouped_mlp``: y = s * (W2 act(W1 x + b1) + b2) for each group of rows.
 
 A training step reads from top to bottom in :func:`forward_step` and :func:`backward_step`. Between them are kept: the
-columnwise plane of x and the pre-activation h; the activation is rebuilt in backward, its columnwise plane with it.
+plane of x that wgrad reads (the columnwise one, mostly) and the pre-activation h; the activation is rebuilt in backward,
+its plane with it.
 
 Legend: M rows (capacity), H hidden, I intermediate, W = columns of the pre-activation (2I for a GLU), G groups.
 """
@@ -36,14 +37,15 @@ class MLPTensors:
 
 
 def forward_step(x: Tensor, t: MLPTensors, r: Recipe, act: stages.ActivationSpec, save_input: bool) -> list[Tensor]:
-    """[y, h, columnwise plane of x (when ``save_input``)]."""
-    x_q = stages.quantize(x, t.offsets, r.input, rowwise=True, columnwise=save_input)
-    h = stages.forward_gemm(x_q, stages.quantize_weight(t.w1, r.weight, "rowwise"), t.offsets, x.dtype, t.b1)
+    """[y, h, the plane of x that wgrad reads (when ``save_input``)]."""
+    r1, r2 = r.of("fc1"), r.of("fc2")
+    x_q = stages.quantize_input(x, t.offsets, r1, save_input)
+    h = stages.forward_gemm(x_q, stages.quantize_weight(t.w1, r1.weight, "rowwise"), t.offsets, x.dtype, t.b1)
     a = stages.activation(h, t.offsets, t.probs, act)
-    a_q = stages.quantize(a, t.offsets, r.input, rowwise=True, columnwise=False)
-    w2_q = stages.quantize_weight(t.w2, r.weight, "rowwise")
+    a_q = stages.quantize_input(a, t.offsets, r2, False)
+    w2_q = stages.quantize_weight(t.w2, r2.weight, "rowwise")
     y = stages.forward_gemm(a_q, w2_q, t.offsets, x.dtype, t.b2, bias_scale=t.probs)
-    return [y, h, *(stages.columnwise_tensors(x_q) if save_input else [])]
+    return [y, h, *(stages.saved_tensors(x_q, r1) if save_input else [])]
 
 
 @dataclass(frozen=True)
@@ -77,27 +79,27 @@ def backward_step(
     dx, dw1, dw2 = (stages.empty(like) for like in (dy, t.w1, t.w2))
     ds, db1, db2 = (dy.new_empty(0, dtype=torch.float32) for _ in range(3))
     main1, main2 = t.main_grads or (None, None)
+    r1, r2 = r.of("fc1"), r.of("fc2")
 
-    dy_q = stages.quantize(dy, t.offsets, r.gradient, rowwise=n.below_w2, columnwise=n.w2, rng=t.rng)
+    dy_q = stages.quantize(dy, t.offsets, r2.gradient, rowwise=n.below_w2, columnwise=n.w2, rng=t.rng)
     if n.w2:
         a = stages.activation(h, t.offsets, t.probs, act)
-        a_q = stages.quantize(a, t.offsets, r.input, rowwise=False, columnwise=True)
-        dw2 = stages.wgrad_gemm(dy_q, a_q, t.offsets, t.w2, main2)
+        dw2 = stages.wgrad_gemm(dy_q, stages.backward_input(a, t.offsets, r2), t.offsets, t.w2, main2)
     if n.b2:
         db2 = stages.bias_grad(dy, t.offsets, t.probs)
     if n.below_w2:
-        da = stages.dgrad_gemm(dy_q, stages.quantize_weight(t.w2, r.weight, "columnwise"), t.offsets, dy.dtype)
+        da = stages.dgrad_gemm(dy_q, stages.backward_weight(t.w2, r2), t.offsets, dy.dtype)
         dh, ds = stages.activation_backward(da, h, t.offsets, t.probs, act)
         if n.probs and t.b2 is not None:
             ds = ds + stages.row_dot(dy, t.b2, t.offsets)
         if n.b1:
             db1 = stages.bias_grad(dh, t.offsets)
-        dh_q = stages.quantize(dh, t.offsets, r.gradient, rowwise=n.x, columnwise=n.w1, rng=stages.next_rng(t.rng, 1))
+        dh_q = stages.quantize(dh, t.offsets, r1.gradient, rowwise=n.x, columnwise=n.w1, rng=stages.next_rng(t.rng, 1))
         if n.w1:
-            x_q = stages.columnwise_operand(saved, x, (dy.shape[0], t.w1.shape[2]), r.input, t.offsets)
+            x_q = stages.saved_operand(saved, x, (dy.shape[0], t.w1.shape[2]), r1, t.offsets)
             dw1 = stages.wgrad_gemm(dh_q, x_q, t.offsets, t.w1, main1)
         if n.x:
-            dx = stages.dgrad_gemm(dh_q, stages.quantize_weight(t.w1, r.weight, "columnwise"), t.offsets, dy.dtype)
+            dx = stages.dgrad_gemm(dh_q, stages.backward_weight(t.w1, r1), t.offsets, dy.dtype)
     return dx, dw1, dw2, ds, db1, db2
 
 
@@ -214,7 +216,11 @@ def _forward_fake(
     save_input: bool,
 ) -> list[Tensor]:
     M = x.shape[0]
-    return [x.new_empty((M, w2.shape[1])), x.new_empty((M, w1.shape[1])), *fake_saved(x, offsets, recipe, save_input)]
+    return [
+        x.new_empty((M, w2.shape[1])),
+        x.new_empty((M, w1.shape[1])),
+        *fake_saved(x, offsets, parse_recipe(recipe).of("fc1"), save_input),
+    ]
 
 
 def _backward(
@@ -276,7 +282,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     x, w1, w2, offsets, probs, b1, b2, rng, ctx.main_grads, ctx.recipe, ctx.act, ctx.interleave, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    x = x if parse_recipe(ctx.recipe).input is None else None  # a quantized input is saved as its columnwise plane
+    x = x if parse_recipe(ctx.recipe).of("fc1").saved_plane is None else None  # else a plane of it is saved
     ctx.save_for_backward(x, w1, w2, offsets, probs, b1, b2, rng, *output[1:])
 
 

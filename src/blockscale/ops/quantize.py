@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockscale.formats import Format, parse
+from blockscale.formats import Format, Hybrid, parse
 from blockscale.layouts import LAYOUTS
 from blockscale.ops import checks, registry
 from blockscale.reference import quantize as reference
@@ -140,6 +140,8 @@ def _check_amax(
 ) -> Tensor | None:
     if amax is None:
         return None
+    if isinstance(fmt, Hybrid):
+        raise ValueError("amax is given but the planes have formats of their own; quantize them one at a time")
     if not fmt.has_amax:
         raise ValueError(f"amax is given but {fmt.kind} has no global scale; leave it None")
     checks.dtype("amax", amax, (torch.float32,))
@@ -258,7 +260,8 @@ def _quantize_fake(
     f, (M, K) = parse(fmt), x.shape
     result: list[Tensor] = []
     for p in _asked(rowwise, columnwise):
-        result += _fake_plane(x, f, *plane_shapes(f, M, K, p, layout), amax_shape(f, p, M, K, None))
+        own = f.of(p)
+        result += _fake_plane(x, own, *plane_shapes(own, M, K, p, layout), amax_shape(own, p, M, K, None))
     return result
 
 
@@ -281,8 +284,9 @@ def fake_grouped(
     """Empty planes of a grouped tensor, in the operators' order."""
     result: list[Tensor] = []
     for p in _asked(rowwise, columnwise):
-        shapes = grouped_plane_shapes(fmt, capacity, K, G, p, layout)
-        result += _fake_plane(x, fmt, *shapes, amax_shape(fmt, p, capacity, K, G))
+        own = fmt.of(p)
+        shapes = grouped_plane_shapes(own, capacity, K, G, p, layout)
+        result += _fake_plane(x, own, *shapes, amax_shape(own, p, capacity, K, G))
     return result
 
 

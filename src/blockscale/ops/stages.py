@@ -13,6 +13,7 @@ from torch import Tensor
 from blockscale.activations import parse as parse_activation
 from blockscale.formats import Format
 from blockscale.ops.activation import run_backward, run_forward
+from blockscale.recipes import Recipe
 from blockscale.reference import grouped_gemm as gemm_reference
 from blockscale.reference import quantize as quantize_reference
 from blockscale.tensors import GroupedTensor, Plane, planes_from_list
@@ -56,6 +57,34 @@ def quantize_weight(w_GNK: Tensor, fmt: Format | None, plane: str) -> Operand:
     return replace(q, matrix_rows=N)
 
 
+def quantize_input(x: Tensor, offsets: Tensor, r: Recipe, keep: bool) -> Operand:
+    """A linear's input for its forward product, with the plane that wgrad needs when it is to be kept."""
+    return quantize(x, offsets, r.input, rowwise=True, columnwise=keep and r.saved_plane == "columnwise")
+
+
+def backward_input(x: Tensor, offsets: Tensor, r: Recipe) -> Operand:
+    """A linear's input as wgrad reads it, made from the input itself."""
+    if r.saved_plane is None:
+        return x
+    row = r.saved_plane == "rowwise"
+    return dequantized(quantize(x, offsets, r.input, rowwise=row, columnwise=not row), r)
+
+
+def backward_weight(w_GNK: Tensor, r: Recipe) -> Operand:
+    """A weight as dgrad reads it."""
+    if r.backward == "high_precision":
+        return w_GNK
+    if r.backward == "quantized":
+        return quantize_weight(w_GNK, r.weight, "columnwise")
+    q = quantize_weight(w_GNK, r.weight, "rowwise")
+    return q.dequantize().view(w_GNK.shape) if isinstance(q, GroupedTensor) else q
+
+
+def dequantized(x: Operand, r: Recipe) -> Operand:
+    """The float32 values of a rowwise plane where backward is to be computed from them."""
+    return x.dequantize() if r.backward == "dequantized" and isinstance(x, GroupedTensor) else x
+
+
 def forward_gemm(
     x: Operand, w: Operand, offsets: Tensor, dtype: torch.dtype, bias: Tensor | None, bias_scale: Tensor | None = None
 ) -> Tensor:
@@ -94,20 +123,19 @@ def activation_backward(dy: Tensor, h: Tensor, offsets: Tensor, probs: Tensor | 
     return run_backward(dy, h, probs, offsets, act.act, act.interleave)
 
 
-def columnwise_tensors(x: Operand) -> list[Tensor]:
-    """The columnwise plane as a list to save for backward; nothing for a high-precision tensor."""
-    return x.plane("columnwise").tensors() if isinstance(x, GroupedTensor) else []
+def saved_tensors(x: Operand, r: Recipe) -> list[Tensor]:
+    """The plane to save for wgrad as a list; nothing where the input itself is saved."""
+    return x.plane(r.saved_plane).tensors() if r.saved_plane is not None and isinstance(x, GroupedTensor) else []
 
 
-def columnwise_operand(
-    saved: list[Tensor], x: Tensor | None, shape: tuple[int, int], fmt: Format | None, offsets: Tensor
-) -> Operand:
-    """Inverse of :func:`columnwise_tensors`; ``x`` itself when ``fmt`` is None."""
-    if fmt is None:
+def saved_operand(saved: list[Tensor], x: Tensor | None, shape: tuple[int, int], r: Recipe, offsets: Tensor) -> Operand:
+    """Inverse of :func:`saved_tensors`, as wgrad reads it."""
+    if r.saved_plane is None or r.input is None:
         assert x is not None
         return x
-    plane = Plane(saved[0], saved[1], saved[2] if fmt.has_amax else None, LAYOUT)
-    return GroupedTensor(shape, fmt, None, plane, offsets)
+    plane = Plane(saved[0], saved[1], saved[2] if r.input.of(r.saved_plane).has_amax else None, LAYOUT)
+    row, column = (plane, None) if r.saved_plane == "rowwise" else (None, plane)
+    return dequantized(GroupedTensor(shape, r.input, row, column, offsets), r)
 
 
 def next_rng(rng: Tensor | None, step: int) -> Tensor | None:

@@ -14,14 +14,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from blockscale.formats import MXFP4, MXFP8, NVFP4, FP8Block, FP8Tensor, parse
+from blockscale.formats import MXFP4, MXFP8, NVFP4, FP8Block, FP8Tensor, Hybrid, parse
 from blockscale.layouts import PLANES, GroupExtent
 from blockscale.tensors.tensor import BlockScaledTensor, GroupedTensor, Plane
 
 _KEY = "blockscale"
 
 torch.serialization.add_safe_globals(
-    [BlockScaledTensor, GroupedTensor, Plane, GroupExtent, MXFP8, MXFP4, NVFP4, FP8Tensor, FP8Block]
+    [BlockScaledTensor, GroupedTensor, Plane, GroupExtent, MXFP8, MXFP4, NVFP4, FP8Tensor, FP8Block, Hybrid]
 )
 
 
