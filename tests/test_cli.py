@@ -64,7 +64,7 @@ def test_info_tells_versions_devices_formats_recipes():
     assert found["versions"]["torch"] == torch.__version__
     assert "cpu" in found["devices"]
     assert "gemm" in found["backends"]["cpu"]
-    assert "reference (the only backend for the CPU" in found["backends"]["cpu"]
+    assert "routing: reference (the only backend for the CPU" in found["backends"]["cpu"]
     assert found["formats"]["MXFP8"].startswith("mxfp8:element=e4m3:block=1x32")
     assert set(found["recipes"]) == {"bf16", "mxfp8", "nvfp4", "fp8block", "fp8current"}
     assert torch.__version__ in blockscale("info").stdout

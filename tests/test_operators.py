@@ -8,6 +8,8 @@ from support import LATER_RECIPES, RECIPES, assert_all_same, normal, offsets_of
 from torch.library import opcheck
 
 import blockscale as bs
+from blockscale.ops.weight_cache import WeightCache
+from blockscale.ops.wgrad_queue import WgradQueue
 
 OPS = torch.ops.blockscale
 SIZES = {"many": [5, 0, 33], "no_rows": [0, 0, 0], "no_groups": []}
@@ -134,39 +136,54 @@ def activation_backward_quantize(s):
         yield s.da, *args
 
 
+# alive while the operators that hold their tickets run
+CACHES, QUEUE = (WeightCache(), WeightCache()), WgradQueue()
+
+
 def grouped_linear(s):
     for recipe in FEW:
-        yield s.leaf("x"), s.leaf("w1"), s.offsets, s.leaf("b1"), RNG, [], recipe.spec(), True
-    yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, [torch.ones_like(s.w1)], RECIPES["mxfp8"].spec(), True
-    yield s.x, s.w1, s.offsets, None, None, [], RECIPES["fp8_block"].spec(), False
+        yield s.leaf("x"), s.leaf("w1"), s.offsets, s.leaf("b1"), s.leaf("probs"), RNG, [], None, None, recipe.spec(), True
+    main = [torch.ones_like(s.w1)]
+    yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, None, main, None, None, RECIPES["mxfp8"].spec(), True
+    yield s.x, s.w1, s.offsets, None, None, None, [], None, None, RECIPES["fp8_block"].spec(), False
+    tickets = CACHES[0].ticket, QUEUE.ticket.clone()
+    yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, None, [], *tickets, RECIPES["mxfp8"].spec(), True
 
 
 def grouped_linear_backward(s):
     for recipe in FEW:
-        saved = OPS.grouped_linear(s.x, s.w1, s.offsets, None, None, [], recipe.spec(), True)[1:]
-        x = s.x if recipe.saved_plane is None else None
-        for main, needs in (([], [True] * 3), ([torch.ones_like(s.w1)], [False, True, False])):
-            yield s.h, x, saved, s.w1, s.offsets, s.b1, RNG, main, recipe.spec(), needs
+        saved = OPS.grouped_linear(s.x, s.w1, s.offsets, None, None, None, [], None, None, recipe.spec(), True)[1:]
+        x = s.x if recipe.of("linear").saved_plane is None else None
+        tensors = s.h, x, saved, s.w1, s.offsets, s.b1, s.probs, RNG
+        for main, needs in (([], [True] * 4), ([torch.ones_like(s.w1)], [False, True, False, False])):
+            yield *tensors, main, None, None, recipe.spec(), False, needs
+        yield *tensors, [], CACHES[0].ticket, QUEUE.ticket.clone(), recipe.spec(), True, [True] * 4
 
 
 def grouped_mlp(s):
     for recipe in FEW:
         leaves = [s.leaf(n) for n in ("x", "w1", "w2", "probs", "b1", "b2")]
-        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], recipe.spec(), "swiglu", 4, True
-    main = [torch.ones_like(s.w1), torch.ones_like(s.w2)]
-    yield s.leaf("x"), s.leaf("w1"), s.leaf("w2"), s.offsets, None, None, None, None, main, RECIPES["mxfp8"].spec(), "situ", 0, True
+        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], [], None, recipe.spec(), "swiglu", 4, True, False
+        tickets = [c.ticket for c in CACHES], QUEUE.ticket.clone()
+        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], *tickets, recipe.spec(), "swiglu", 4, True, True
+    main, tensors = [torch.ones_like(s.w1), torch.ones_like(s.w2)], (s.leaf("x"), s.leaf("w1"), s.leaf("w2"), s.offsets)
+    yield *tensors, None, None, None, None, main, [], None, RECIPES["mxfp8"].spec(), "situ", 0, True, False
 
 
 def grouped_mlp_backward(s):
     for recipe in FEW:
-        parts = OPS.grouped_mlp(s.x, s.w1, s.w2, s.offsets, s.probs, s.b1, s.b2, None, [], recipe.spec(), "swiglu", 0, True)
-        h, saved, x = parts[1], parts[2:], s.x if recipe.of("fc1").saved_plane is None else None
+        args = s.x, s.w1, s.w2, s.offsets, s.probs, s.b1, s.b2, None, [], [], None, recipe.spec(), "swiglu", 0, True
+        x = s.x if recipe.of("fc1").saved_plane is None else None
+        others = (s.w1, s.w2, s.offsets, s.probs, s.b1, s.b2, RNG)
+        _, h, *saved = OPS.grouped_mlp(*args, False)
         for main, needs in (
             ([], [True] * 6),
             ([torch.ones_like(s.w1), torch.ones_like(s.w2)], [False, True, True, False, False, True]),
         ):
-            others = (s.w1, s.w2, s.offsets, s.probs, s.b1, s.b2, RNG)
-            yield s.dy, x, h, saved, *others, main, recipe.spec(), "swiglu", 0, needs
+            yield s.dy, x, h, saved, *others, main, [], None, recipe.spec(), "swiglu", 0, False, needs
+        tickets = [c.ticket for c in CACHES], QUEUE.ticket.clone()
+        saved = OPS.grouped_mlp(*args, True)[1:]
+        yield s.dy, x, None, saved, *others, [], *tickets, recipe.spec(), "swiglu", 0, True, [True] * 6
 
 
 def router(s):
@@ -387,3 +404,15 @@ def test_compiled_for_other_sizes():
         want = step(lambda x, sizes=sizes: (module(x, torch.tensor(sizes)), torch.zeros(())), (x,), parameters)
         got = step(lambda x, sizes=sizes: (compiled(x, torch.tensor(sizes)), torch.zeros(())), (x,), parameters)
         assert_all_same(got, want, sizes)
+
+
+def test_compiled_with_the_activation_by_name():
+    torch._dynamo.reset()
+    s = Setting(SIZES["many"], 4)
+    for name in ("swiglu", "situ"):
+
+        def call(x, name=name):
+            return bs.grouped_mlp(x, s.w1, s.w2, s.offsets, activation=name)
+
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        assert_all_same({"y": compiled(s.x)}, {"y": call(s.x)}, name)

@@ -19,7 +19,12 @@ from blockscale.ops.routing import Permuted, permute, unpermute
 from blockscale.recipes import autocast
 from blockscale.tensors import BlockScaledTensor, GroupedTensor, Plane, load, save
 
-from blockscale import nn  # isort: skip  (knows the operators above)
+from blockscale.ops import registry as _registry  # isort: skip
+
+_registry.finish()
+
+from blockscale import nn  # isort: skip  # noqa: E402  (knows the operators above)
+from blockscale.nn.convert import convert_model, restore_model  # isort: skip  # noqa: E402
 
 __version__ = version("blockscale")
 
@@ -40,6 +45,7 @@ __all__ = [
     "activation_quantize",
     "activations",
     "autocast",
+    "convert_model",
     "explain",
     "formats",
     "grouped_gemm",
@@ -53,6 +59,7 @@ __all__ = [
     "quantize",
     "quantize_grouped",
     "recipes",
+    "restore_model",
     "save",
     "unpermute",
 ]

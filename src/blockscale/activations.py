@@ -117,6 +117,8 @@ def _check_positive(act: Activation, *names: str) -> None:
 
 
 _KINDS: dict[str, type[Activation]] = {cls.kind: cls for cls in (Swiglu, ClampedSwiglu, SquaredRelu, Situ)}
+# listed here: torch.compile cannot ask a class for its fields
+_OPTIONS = {kind: [f.name for f in fields(cls)] for kind, cls in _KINDS.items()}
 
 
 def parse(act: str | Activation) -> Activation:
@@ -141,7 +143,7 @@ def _parse(spec: str) -> Activation:
     if kind not in _KINDS:
         raise ValueError(f"activation {spec!r}: {kind!r} is not one of {sorted(_KINDS)}")
     cls = _KINDS[kind]
-    known = [f.name for f in fields(cls)]
+    known = _OPTIONS[kind]
     values: dict[str, float] = {}
     for option in options:
         name, _, text = option.partition("=")

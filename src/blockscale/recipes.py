@@ -6,8 +6,8 @@ for dgrad (rowwise, against the weight's columnwise plane) and wgrad (columnwise
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -199,24 +199,41 @@ def check_recipe(recipe: object) -> Recipe:
     return recipe
 
 
-_stack: list[Recipe] = []
+class _Active(threading.local):
+    """The recipes of the enclosing autocasts, innermost last."""
+
+    def __init__(self) -> None:
+        self.recipes: list[Recipe] = []
 
 
-@contextmanager
-def autocast(recipe: Recipe) -> Iterator[None]:
-    """Modules without a recipe of their own use ``recipe`` inside; the backward pass uses the forward's recipe."""
-    _stack.append(check_recipe(recipe))
-    try:
-        yield
-    finally:
-        _stack.pop()
+_active = _Active()
+
+
+class autocast:
+    """Modules without a recipe of their own use ``recipe`` inside the ``with``; backward uses the forward's recipe.
+
+    Each thread has its own stack. Activation recomputation by ``torch.utils.checkpoint`` runs forward again during
+    backward, outside the ``with`` that was there: give the layers their ``recipe=`` then, or call backward inside.
+
+    Raises:
+        TypeError: recipe is not a Recipe.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = check_recipe(recipe)
+
+    def __enter__(self) -> None:
+        _active.recipes.append(self.recipe)
+
+    def __exit__(self, *exception: object) -> None:
+        _active.recipes.pop()
 
 
 def current_recipe(own: Recipe | None) -> Recipe:
     """A module's own recipe, else the innermost autocast's, else BF16."""
     if own is not None:
         return check_recipe(own)
-    return _stack[-1] if _stack else _DEFAULT
+    return _active.recipes[-1] if _active.recipes else _DEFAULT
 
 
 _DEFAULT = Recipe()

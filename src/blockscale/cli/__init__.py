@@ -1,7 +1,10 @@
 """The command line, one file a command. Exit status: 0 fine, 1 findings, 2 wrong use, 130 stopped by Ctrl-C."""
 
+from typing import Annotated
+
 import typer
 
+from blockscale import __version__
 from blockscale.cli.info import info
 from blockscale.cli.train import train
 
@@ -12,6 +15,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
 app.command()(train)
 app.command()(info)
 

@@ -46,7 +46,7 @@ _MODEL = "Model and batches"
 
 
 def _option(default: object, text: str, *names: str, panel: str | None = None) -> Any:
-    return typer.Option(*names, help=f"{text} [default: {default}]", show_default=False, rich_help_panel=panel)
+    return typer.Option(*names, help=f"{text} (default: {default})", show_default=False, rich_help_panel=panel)
 
 
 def train(
@@ -128,6 +128,8 @@ def train(
         "training.evaluate_every": evaluate_every,
         "training.checkpoint_every": checkpoint_every,
     }
+    if log_every is not None and log_every < 1:
+        wrong_use(f"--log-every is {log_every}; it must be 1 or more")
     try:
         asked["recipes"] = None if recipe is None else parse_recipes(recipe)
         config = _settle(asked, out, resume=resume, overwrite=overwrite)
@@ -139,15 +141,21 @@ def train(
             result = job.run(_Watcher(progress, config), stop.asked)
     except (JobError, DataError, CheckpointError, ValueError) as error:
         wrong_use(str(error))
+    except OSError as error:
+        wrong_use(f"--out {out} cannot be written: {error.strerror or error}")
     except Interrupted as stopped:
         console.print(f"Stopped after step {stopped.step} of {stopped.recipe}; everything is saved in {out}.", soft_wrap=True)
         console.print(f"Go on with: blockscale train --resume --out {out}", soft_wrap=True, highlight=False)
         raise typer.Exit(INTERRUPTED) from None
     except KeyboardInterrupt:
-        console.print("Stopped at once; the last checkpoint is intact.")
+        kept = saved_config(out) is not None
+        console.print(f"Stopped at once; {'the last checkpoint is intact' if kept else 'nothing was saved yet'}.")
         raise typer.Exit(INTERRUPTED) from None
     results, report = build_results(result), build_report(result)
-    written = _write(out, results, report, console)
+    try:
+        written = _write(out, results, report, console)
+    except OSError as error:
+        wrong_use(f"--out {out} cannot be written: {error.strerror or error}")
     if as_json:
         print_json(results)
     else:
@@ -180,12 +188,18 @@ def _settle(asked: dict[str, Any], out: Path, *, resume: bool, overwrite: bool) 
         before = _get(config, name)
         if saved is not None and value != before:
             raise JobError(
-                f"{_flag(name)} {value} differs from the run in {out}, which has {before}; leave it out to go on with that run, "
-                f"or name another --out"
+                f"{_flag(name)} {_shown(value)} differs from the run in {out}, which has {_shown(before)}; "
+                f"leave it out to go on with that run, or name another --out"
             )
         config = _replace(config, name.split("."), value)
     check(config)
     return config
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "the default"
+    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _flag(name: str) -> str:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import ClassVar
 
@@ -85,6 +85,11 @@ class Format:
         """The format of a plane: of all but :class:`Hybrid`, this one."""
         return self
 
+    def stored(self, plane: str) -> Format:
+        """The format that reads a plane's bytes: without what only says how they were made."""
+        own = self.of(plane)
+        return replace(own, columnwise_source="original") if own.from_row else own  # type: ignore[call-arg]
+
     @property
     def from_row(self) -> bool:
         """Whether the columnwise plane is quantized from the values of the rowwise one instead of from the tensor."""
@@ -163,10 +168,12 @@ class MXFP4(Format):
 class NVFP4(Format):
     """E2M1 elements, one E4M3 scale per 16 along the contraction and one float32 scale a tensor (or group).
 
+    A NaN stays visible; an infinity does not: it decodes to 2688, and the global scale becomes 1.
+
     Args:
         block: (1, 16), or (16, 16) for weights.
         hadamard: 16-point random Hadamard transform along M before the columnwise quantization.
-        stochastic: stochastic rounding of the elements (gradients); needs ``rng`` or ``generator`` when quantizing.
+        stochastic: stochastic rounding of the elements (gradients); random bits from ``rng`` or ``generator`` when quantizing.
         nan: "propagate" or "ignore" (a NaN becomes +6, its block keeps its scale).
         row_scaled: one float32 scale for each row of the stored plane instead: rowwise amax (M,), columnwise (K,);
             grouped (capacity,) and (G, K). 1x16 blocks only.
@@ -216,6 +223,8 @@ class NVFP4(Format):
 class FP8Tensor(Format):
     """FP8 with one float32 scale a tensor (or group), taken from the tensor's own amax (current scaling).
 
+    A NaN stays visible; an infinity does not: the scale becomes 1 and elements saturate.
+
     Args:
         element: "e4m3" or "e5m2".
         power_of_two: round the scale down to a power of two.
@@ -238,6 +247,8 @@ class FP8Tensor(Format):
 @dataclass(frozen=True)
 class FP8Block(Format):
     """FP8 with one float32 scale per 1x128 (activations, gradients) or 128x128 (weights).
+
+    A NaN stays visible; an infinity does not: its block's scale becomes 1 and elements saturate.
 
     Args:
         element: "e4m3" or "e5m2".
@@ -313,7 +324,7 @@ class Hybrid(Format):
 def _check_fp8(element: str, power_of_two: bool, eps: float) -> None:
     _check("element", element, ("e4m3", "e5m2"))
     _check("power_of_two", power_of_two, (False, True))
-    if not 0.0 <= eps < float("inf"):
+    if not isinstance(eps, (int, float)) or not 0.0 <= eps < float("inf"):
         raise ValueError(f"eps={eps!r} is not legal; it must be finite and >= 0")
 
 

@@ -1,8 +1,26 @@
-"""Layers: grouped linear and MLP, router, mixture of experts."""
+"""Layers: linear, grouped linear and MLP, router, mixture of experts; conversion of models that exist."""
 
+from blockscale.nn.adapters import Adapter, ExpertWeights, register_adapter, run_experts, unregister_adapter
+from blockscale.nn.convert import convert_model, converted_modules, restore_model
 from blockscale.nn.grouped_linear import GroupedLinear
 from blockscale.nn.grouped_mlp import GroupedMLP
+from blockscale.nn.linear import Linear
 from blockscale.nn.moe import MoE
 from blockscale.nn.router import Router, Routing
 
-__all__ = ["GroupedLinear", "GroupedMLP", "MoE", "Router", "Routing"]
+__all__ = [
+    "Adapter",
+    "ExpertWeights",
+    "GroupedLinear",
+    "GroupedMLP",
+    "Linear",
+    "MoE",
+    "Router",
+    "Routing",
+    "convert_model",
+    "converted_modules",
+    "register_adapter",
+    "restore_model",
+    "run_experts",
+    "unregister_adapter",
+]

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from blockscale.activations import Activation, parse
-from blockscale.nn.grouped_linear import GroupedLinear, resolve_offsets
+from blockscale.nn.grouped_linear import GroupedLinear, delayed, resolve_offsets
+from blockscale.ops import checks
 from blockscale.ops.grouped_mlp import grouped_mlp
+from blockscale.ops.wgrad_queue import WgradQueue
 from blockscale.recipes import Recipe
 
 
@@ -22,6 +24,10 @@ class GroupedMLP(nn.Module):
         bias: learn b1 and b2.
         glu_interleave: None: a GLU's gate columns come first; g: gate and linear columns alternate in runs of g.
         accumulate_into_main_grad: add weight gradients in float32 to ``weight.main_grad``.
+        delay_wgrad: backward leaves the weight gradients to :meth:`backward_dw`.
+        cache_weights: keep the quantized weights until the weights change, as in GroupedLinear.
+        recompute: keep only x between the passes, quantized in both planes (without formats: as it is), and compute the
+            pre-activation again in backward: the same bits for one more product and less memory.
         device, dtype: of the parameters.
 
     Attributes:
@@ -38,16 +44,25 @@ class GroupedMLP(nn.Module):
         bias: bool = False,
         glu_interleave: int | None = None,
         accumulate_into_main_grad: bool = False,
+        delay_wgrad: bool = False,
+        cache_weights: bool = False,
+        recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.activation = parse(activation)
+        for name, value in (("num_groups", num_groups), ("hidden", hidden), ("intermediate", intermediate)):
+            checks.count(name, value)
+        if glu_interleave is not None and intermediate % checks.count("glu_interleave", glu_interleave):
+            raise ValueError(f"intermediate={intermediate} is not a multiple of glu_interleave={glu_interleave}")
         width = self.activation.pre_width(intermediate)
         self.activation.out_width(width, glu_interleave)
         self.glu_interleave = glu_interleave
         self.recipe = recipe
-        shared = (bias, recipe, accumulate_into_main_grad, device, dtype)
+        self.recompute = recompute
+        self.wgrad_queue = WgradQueue() if delay_wgrad else None
+        shared = (bias, recipe, accumulate_into_main_grad, False, cache_weights, device, dtype)
         self.fc1 = GroupedLinear(num_groups, hidden, width, *shared)
         self.fc2 = GroupedLinear(num_groups, intermediate, hidden, *shared)
 
@@ -65,6 +80,7 @@ class GroupedMLP(nn.Module):
             (M, H) in x's dtype; rows past the last group are zero.
         """
         main1, main2 = self.fc1.main_grad(), self.fc2.main_grad()
+        cache1, cache2 = self.fc1.weight_cache, self.fc2.weight_cache
         return grouped_mlp(
             x,
             self.fc1.weight,
@@ -77,7 +93,15 @@ class GroupedMLP(nn.Module):
             b2=self.fc2.bias,
             recipe=self.recipe,
             main_grads=None if main1 is None or main2 is None else (main1, main2),
+            caches=None if cache1 is None or cache2 is None else (cache1, cache2),
+            queue=self.wgrad_queue,
+            recompute=self.recompute,
         )
+
+    def backward_dw(self, microbatches: int | None = None) -> None:
+        """As :meth:`~blockscale.nn.grouped_linear.GroupedLinear.backward_dw`, for both weights."""
+        weights, main_grads = [self.fc1.weight, self.fc2.weight], [self.fc1.main_grad(), self.fc2.main_grad()]
+        delayed(self.wgrad_queue).run(weights, main_grads, microbatches)
 
     def extra_repr(self) -> str:
         """Activation, interleave and recipe."""

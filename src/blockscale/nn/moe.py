@@ -29,7 +29,7 @@ class MoE(nn.Module):
         activation: of the experts, the shared one included.
         score, normalize, aux_loss_coef: as in :class:`~blockscale.nn.router.Router`, whose weight is float32.
         shared_intermediate: width of a shared expert that sees every token; None: there is none.
-        bias, glu_interleave, recipe, accumulate_into_main_grad, dtype: as in
+        bias, glu_interleave, recipe, accumulate_into_main_grad, delay_wgrad, cache_weights, recompute, dtype: as in
             :class:`~blockscale.nn.grouped_mlp.GroupedMLP`.
         device: of all parameters.
 
@@ -52,6 +52,9 @@ class MoE(nn.Module):
         glu_interleave: int | None = None,
         recipe: Recipe | None = None,
         accumulate_into_main_grad: bool = False,
+        delay_wgrad: bool = False,
+        cache_weights: bool = False,
+        recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -67,6 +70,9 @@ class MoE(nn.Module):
                 bias=bias,
                 glu_interleave=glu_interleave,
                 accumulate_into_main_grad=accumulate_into_main_grad,
+                delay_wgrad=delay_wgrad,
+                cache_weights=cache_weights,
+                recompute=recompute,
                 device=device,
                 dtype=dtype,
             )
@@ -93,7 +99,14 @@ class MoE(nn.Module):
         y_RH = self.experts(rows.x, None, rows.probs, offsets=rows.offsets)
         if self.shared is None:
             return unpermute(y_RH, rows.row_map).view(x.shape), routing.aux_loss
-        sizes = torch.full((1,), x_TH.shape[0], dtype=torch.int64, device=x.device)
+        # a sum, since inductor cannot compile torch.full of a symbolic number of tokens
+        sizes = torch.ones(x_TH.shape[0], dtype=torch.int64, device=x.device).sum(0, keepdim=True)
         shared_TH = self.shared(x_TH, sizes)
         y_TH = unpermute(y_RH.float(), rows.row_map) + shared_TH.float()
         return y_TH.to(x.dtype).view(x.shape), routing.aux_loss
+
+    def backward_dw(self, microbatches: int | None = None) -> None:
+        """As :meth:`~blockscale.nn.grouped_linear.GroupedLinear.backward_dw`, for the experts and the shared expert."""
+        self.experts.backward_dw(microbatches)
+        if self.shared is not None:
+            self.shared.backward_dw(microbatches)

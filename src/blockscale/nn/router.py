@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ class Routing(NamedTuple):
     """Which experts a token goes to, and with what weight.
 
     ids int64 [T, k], probs float32 [T, k], scores float32 [T, E], aux_loss float32 scalar, nan_tokens int64 scalar:
-    the number of tokens with a NaN logit (on the device; reading it is the caller's sync).
+    the number of tokens with a NaN logit (on the device; reading it is the caller's sync). One such token makes aux_loss NaN.
     """
 
     ids: Tensor
@@ -25,6 +26,11 @@ class Routing(NamedTuple):
     scores: Tensor
     aux_loss: Tensor
     nan_tokens: Tensor
+
+
+def _full_precision(device: str) -> AbstractContextManager[object]:
+    """No ``torch.autocast`` inside, on devices that have one."""
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 class Router(nn.Module):
@@ -88,7 +94,7 @@ class Router(nn.Module):
         """
         if x.dim() != 2 or x.shape[1] != self.hidden:
             raise ValueError(f"x has shape {tuple(x.shape)}; [tokens, {self.hidden}] is needed")
-        with torch.autocast(x.device.type, enabled=False):
+        with _full_precision(x.device.type):
             logits = F.linear(x.float(), self.weight.float())
         ids, probs, scores = router(logits, self.top_k, self.score, self.normalize)
         nan_tokens = torch.isnan(logits.detach()).any(1).sum()

@@ -13,10 +13,9 @@ from torch import Tensor
 from blockscale.activations import Activation, parse
 from blockscale.formats import Format
 from blockscale.formats import parse as parse_format
-from blockscale.ops import checks, registry
+from blockscale.ops import backend, checks, registry
 from blockscale.ops.activation import check_activation, run_backward, run_forward
 from blockscale.ops.quantize import check_options, check_rng, fake_grouped
-from blockscale.reference import quantize as quantize_reference
 from blockscale.reference.grouped_gemm import bias_grad
 from blockscale.tensors import GroupedTensor, planes_from_list
 
@@ -109,7 +108,7 @@ def _forward(
 ) -> list[Tensor]:
     checks.offset_values(offsets, h.shape[0])
     y = run_forward(h, probs, offsets, act, interleave)
-    return quantize_reference.quantize_grouped(y, offsets, parse_format(fmt), rowwise, columnwise, layout, None, rng)
+    return backend.quantize(y, offsets, parse_format(fmt), rowwise, columnwise, layout, None, rng)
 
 
 def _forward_fake(
@@ -144,7 +143,7 @@ def _backward(
 ) -> list[Tensor]:
     checks.offset_values(offsets, h.shape[0])
     dh, ds = run_backward(dy, h, probs, offsets, act, interleave)
-    planes = quantize_reference.quantize_grouped(dh, offsets, parse_format(fmt), rowwise, columnwise, layout, None, rng)
+    planes = backend.quantize(dh, offsets, parse_format(fmt), rowwise, columnwise, layout, None, rng)
     return [*planes, ds, bias_grad(dh, offsets)]
 
 

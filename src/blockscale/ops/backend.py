@@ -1,10 +1,27 @@
-"""Which implementation runs an operator on a device, and why."""
+"""Which implementation runs an operator on a device, and why. The choice changes speed; quantized bits never.
+
+On the CPU the compiled kernels run whenever they could be built (``kernels.cpu.build``); else, and on other devices, the
+reference does. :func:`choose` says which, and :func:`quantize` (as the other stages do) follows it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
+
+from blockscale.formats import Format, Hybrid
+from blockscale.kernels.cpu import gemm as cpu_gemm
+from blockscale.kernels.cpu import quantize as cpu_quantize
+from blockscale.kernels.cpu.blas import bf16_gemm
+from blockscale.kernels.cpu.build import load
+from blockscale.ops import checks
+from blockscale.reference import grouped_gemm as reference_gemm
+from blockscale.reference import quantize as reference_quantize
+from blockscale.tensors import GroupedTensor
 
 #: what each kind of stage runs in the reference backend
 _REFERENCE = {
@@ -14,6 +31,10 @@ _REFERENCE = {
     "reduce": "blockscale.reference.grouped_gemm",
     "routing": "blockscale.reference.routing",
 }
+#: what has a compiled CPU kernel
+_CPU = {"quantize": "blockscale.kernels.cpu.quantize", "gemm": "blockscale.kernels.cpu.gemm"}
+
+_only_reference = False
 
 
 @dataclass(frozen=True)
@@ -26,11 +47,127 @@ class Choice:
     workspace_bytes: int
 
 
-def choose(stage: str, device: torch.device) -> Choice:
-    """The implementation of a kind of stage ("quantize", "gemm", "activation", "reduce", "routing") on ``device``."""
-    why = "the only backend for the CPU: plain torch, temporaries from torch's allocator, freed on return"
+def choose(stage: str, device: torch.device, formats: tuple[Format, ...] = ()) -> Choice:
+    """The implementation of a kind of stage ("quantize", "gemm", "activation", "reduce", "routing") on ``device``.
+
+    ``formats``: of what is quantized or multiplied; not all have compiled kernels.
+    """
+    slow = next((f for f in formats if f.from_row or not cpu_quantize.covers(f)), None)
     if device.type != "cpu":
         why = f"no {device.type} kernel yet: plain torch on the device"
         if stage in ("gemm", "reduce"):
             why += "; reads the offsets on the host, so it syncs and cannot be captured"
+    elif stage not in _CPU:
+        why = "the only backend for the CPU: plain torch, temporaries from torch's allocator, freed on return"
+    elif _only_reference:
+        why = "asked for by a test"
+    elif load().library is None:
+        why = f"plain torch, because the faster cpu backend is not there: {load().why}"
+    elif slow is not None:
+        why = f"plain torch, because the faster cpu backend has no kernel for {slow.label}"
+    else:
+        return Choice("cpu", _CPU[stage], f"{load().why}; {_products() if stage == 'gemm' else 'the bits of the reference'}", 0)
     return Choice("reference", _REFERENCE[stage], why, 0)
+
+
+def _products() -> str:
+    function, why = bf16_gemm()
+    if function is None:
+        return f"operands decoded by it, products in float32, because {why}"
+    return f"{why}, where a group's operands are exact in bfloat16; else float32"
+
+
+def fast(stage: str, device: torch.device, *operands: Format | GroupedTensor | Tensor) -> bool:
+    """Whether the compiled CPU kernels run this kind of stage on operands of these formats."""
+    formats = tuple(x.format if isinstance(x, GroupedTensor) else x for x in operands if not isinstance(x, Tensor))
+    return choose(stage, device, formats).backend == "cpu"
+
+
+@contextmanager
+def only_reference() -> Iterator[None]:
+    """For tests: no compiled kernel runs inside."""
+    global _only_reference
+    before, _only_reference = _only_reference, True
+    try:
+        yield
+    finally:
+        _only_reference = before
+
+
+def quantize(
+    x: Tensor,
+    offsets: Tensor | None,
+    fmt: Format,
+    rowwise: bool,
+    columnwise: bool,
+    layout: str,
+    amax: Tensor | None,
+    rng: Tensor | None,
+    out: list[Tensor] | None = None,
+) -> list[Tensor]:
+    """Planes of x (M, K), grouped by ``offsets`` or plain (None), in the operators' order; in ``out`` when given."""
+    if offsets is not None:
+        checks.offset_values(offsets, x.shape[0])
+    if isinstance(fmt, Hybrid) and rowwise and columnwise and not fmt.from_row:
+        return [
+            *quantize(x, offsets, fmt.rowwise, True, False, layout, None, rng, None if out is None else out[:3]),
+            *quantize(x, offsets, fmt.columnwise, False, True, layout, None, rng, None if out is None else out[3:]),
+        ]
+    if not (columnwise and fmt.from_row):
+        fmt = fmt.stored("rowwise" if rowwise else "columnwise")
+    if fast("quantize", x.device, fmt):
+        if out is None or _separate(x, out):
+            return cpu_quantize.quantize(x, offsets, fmt, rowwise, columnwise, layout, amax, rng, out)
+        planes = cpu_quantize.quantize(x, offsets, fmt, rowwise, columnwise, layout, amax, rng)
+    elif offsets is None:
+        planes = reference_quantize.quantize(x, fmt, rowwise, columnwise, layout, amax, rng)
+    else:
+        planes = reference_quantize.quantize_grouped(x, offsets, fmt, rowwise, columnwise, layout, amax, rng)
+    if out is None:
+        return planes
+    for target, source in zip(out, planes, strict=True):
+        target.copy_(source)
+    return out
+
+
+def _separate(x: Tensor, out: list[Tensor]) -> bool:
+    """Whether the kernels can write to ``out`` at once: whole tensors in memory that x does not share."""
+    memory = x.untyped_storage().data_ptr()
+    return all(t.is_contiguous() and t.untyped_storage().data_ptr() != memory for t in out)
+
+
+def _one_plane(x: GroupedTensor | Tensor, plane: str) -> GroupedTensor | Tensor:
+    """An operand as one plane in the format of its bytes, so that kernels need not know how it was made."""
+    if isinstance(x, Tensor):
+        return x
+    row, column = (x.plane(plane), None) if plane == "rowwise" else (None, x.plane(plane))
+    return replace(x, format=x.format.stored(plane), rowwise=row, columnwise=column)
+
+
+def rows_by_weight(
+    a: GroupedTensor | Tensor,
+    w: GroupedTensor | Tensor,
+    offsets: Tensor,
+    capacity: int,
+    *,
+    transpose: bool,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+) -> Tensor:
+    """Forward and dgrad: ``reference.grouped_gemm.rows_by_weight`` or the kernel of the same meaning."""
+    a, w = _one_plane(a, "rowwise"), _one_plane(w, "rowwise" if transpose else "columnwise")
+    options = {"transpose": transpose, "out_dtype": out_dtype, "bias": bias, "bias_scale": bias_scale}
+    if fast("gemm", offsets.device, a, w):
+        checks.offset_values(offsets, capacity)
+        return cpu_gemm.rows_by_weight(a, w, offsets, capacity, product=reference_gemm.product, **options)  # type: ignore[arg-type]
+    return reference_gemm.rows_by_weight(a, w, offsets, capacity, **options)  # type: ignore[arg-type]
+
+
+def wgrad(dy: GroupedTensor | Tensor, x: GroupedTensor | Tensor, offsets: Tensor, capacity: int) -> Tensor:
+    """float32 (G, N, K): ``reference.grouped_gemm.wgrad`` or the kernel of the same meaning."""
+    dy, x = _one_plane(dy, "columnwise"), _one_plane(x, "columnwise")
+    if fast("gemm", offsets.device, dy, x):
+        checks.offset_values(offsets, capacity)
+        return cpu_gemm.wgrad(dy, x, offsets, capacity, product=reference_gemm.product)
+    return reference_gemm.wgrad(dy, x, offsets, capacity)

@@ -82,6 +82,22 @@ def offset_values(x: Tensor, capacity: int) -> None:
         raise ValueError(f"offsets[-1]={values[-1]}: the sizes sum to more than the {capacity} rows of the buffer")
 
 
+def count(name: str, value: object, least: int = 1) -> int:
+    """An integer that is at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} is {type(value).__name__}; an int is needed")
+    if value < least:
+        raise ValueError(f"{name}={value} is not legal; it must be at least {least}")
+    return value
+
+
+def flag(name: str, value: object) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} is {type(value).__name__}; True or False is needed")
+    return value
+
+
 def rng(x: object) -> Tensor:
     """int64[2]."""
     t = dtype("rng", x, (torch.int64,))

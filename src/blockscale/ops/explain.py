@@ -16,10 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from blockscale.formats import Format, parse
 from blockscale.ops.backend import Choice, choose
+from blockscale.ops.quantize import fake_grouped
 from blockscale.ops.registry import NAMESPACE
-from blockscale.recipes import Recipe, parse_recipe
+from blockscale.ops.stages import LAYOUT
+from blockscale.ops.steps import outputs, steps
+from blockscale.recipes import parse_recipe
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,12 @@ class Explanation:
     Attributes:
         stages: in the order they run, forward then backward.
         saved: what is kept for backward.
+        cached: quantized weights that layers with ``cache_weights`` keep between calls.
     """
 
     stages: tuple[Stage, ...]
     saved: tuple[Saved, ...]
+    cached: tuple[Saved, ...] = ()
 
     @property
     def workspace_bytes(self) -> int:
@@ -64,9 +68,15 @@ class Explanation:
         """Bytes that exist only because backward needs them (parameters and arguments left out)."""
         return sum(s.nbytes for s in self.saved if s.owned)
 
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of quantized weights that stay between calls."""
+        return sum(s.nbytes for s in self.cached)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {**asdict(self), "workspace_bytes": self.workspace_bytes, "saved_bytes": self.saved_bytes}
+        totals = {name: getattr(self, name) for name in ("workspace_bytes", "saved_bytes", "cached_bytes")}
+        return {**asdict(self), **totals}
 
     def __str__(self) -> str:
         reasons = list(dict.fromkeys(s.choice.why for s in self.stages))
@@ -79,6 +89,10 @@ class Explanation:
             shape = " x ".join(map(str, t.shape)) or "scalar"
             saved.add_row(t.name, shape, t.dtype, f"{t.nbytes:,}" if t.owned else f"({t.nbytes:,})")
         saved.add_row("beyond parameters and arguments", "", "", f"{self.saved_bytes:,}")
+        for t in self.cached:
+            saved.add_row(f"{t.name} (cached)", " x ".join(map(str, t.shape)), t.dtype, f"{t.nbytes:,}")
+        if self.cached:
+            saved.add_row("quantized weights, between calls", "", "", f"{self.cached_bytes:,}")
         with open(os.devnull, "w") as sink:
             console = Console(width=150, record=True, file=sink)
             console.print(stages, *(Text(f"[{n + 1}] {why}") for n, why in enumerate(reasons)), saved)
@@ -98,6 +112,8 @@ def explain(module_or_op: nn.Module | Callable[..., Any], *args: Any, **kwargs: 
     Raises:
         What the call itself raises for arguments that metadata shows to be wrong.
     """
+    if not callable(module_or_op):
+        raise TypeError(f"module_or_op is {type(module_or_op).__name__}; a module or a function such as bs.quantize is needed")
     recorder = _Recorder()
     if isinstance(module_or_op, nn.Module):
         recorder.given |= {_storage(t): name for name, t in (*module_or_op.named_parameters(), *module_or_op.named_buffers())}
@@ -119,7 +135,11 @@ def explain(module_or_op: nn.Module | Callable[..., Any], *args: Any, **kwargs: 
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), recorder:
             module_or_op(*fakes[0], **fakes[1])
-    return Explanation((*recorder.forward, *(recorder.backward if saved else [])), tuple(saved.values()))
+    if not recorder.forward:
+        raise ValueError("module_or_op called no blockscale operator; a blockscale layer or function is needed")
+    passes = (*recorder.forward, *(recorder.backward if saved else []))
+    planes = ("rowwise", "columnwise") if saved else ("rowwise",)
+    return Explanation(passes, tuple(saved.values()), tuple(c for plane in planes for c in recorder.cached[plane]))
 
 
 def _storage(t: Tensor) -> int:
@@ -136,6 +156,7 @@ class _Recorder(TorchDispatchMode):
         self.given: dict[int, str] = {}
         self.made: dict[int, str] = {}
         self.keep: list[Tensor] = []
+        self.cached: dict[str, list[Saved]] = {"rowwise": [], "columnwise": []}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -144,97 +165,31 @@ class _Recorder(TorchDispatchMode):
             values = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
             device = next(t.device for t in tree_leaves((result, args)) if isinstance(t, Tensor))
             made = result if isinstance(result, (list, tuple)) else [result]
-            names = _outputs(name, values)
-            self.made |= {_storage(t): n for t, n in zip(made, names, strict=False)}
+            self.made |= {_storage(t): n for t, n in zip(made, outputs(name, values), strict=False)}
             self.keep += made
-            forward, backward = _STAGES.get(name, _plain)(name, values)
-            self.forward += [Stage("forward", what, choose(kind, device)) for kind, what in forward]
-            self.backward = [Stage("backward", what, choose(kind, device)) for kind, what in backward] + self.backward
+            self._note_cached(name, values)
+            forward, backward = steps(name, values)
+            self.forward += [Stage("forward", s.what, choose(s.kind, device, s.formats)) for s in forward]
+            self.backward = [Stage("backward", s.what, choose(s.kind, device, s.formats)) for s in backward] + self.backward
         return result
 
-
-Steps = list[tuple[str, str]]
-
-
-def _plain(name: str, values: dict[str, Any]) -> tuple[Steps, Steps]:
-    kinds = {"quantize": "quantize", "grouped_gemm": "gemm", "activation": "activation"}
-    kind = next((k for prefix, k in kinds.items() if name.startswith(prefix)), "routing")
-    what = f"{name} to {parse(values['fmt']).label}" if "fmt" in values else name
-    differentiable = kind == "routing" or name == "activation"
-    return [(kind, what)], [(kind, f"{name} backward")] if differentiable else []
-
-
-def _to(fmt: Format | None, what: str, planes: str) -> Steps:
-    """The step that quantizes; none where the operand stays high precision (rounded to bfloat16 inside the GEMM)."""
-    if fmt is None:
-        return []
-    label = fmt.label if planes == "both planes" else fmt.of(planes).label
-    return [("quantize", f"{what} to {label}, {planes}")]
-
-
-def _input(r: Recipe, what: str, keep: bool) -> Steps:
-    return _to(r.input, what, "both planes" if keep and r.saved_plane == "columnwise" else "rowwise")
-
-
-def _again(r: Recipe, fmt: Format | None, what: str) -> Steps:
-    """An operand that backward makes anew from the high-precision tensor."""
-    if r.backward == "dequantized":
-        return _to(fmt, f"{what} (then dequantized)", "rowwise")
-    return _to(fmt, what, "columnwise") if r.backward == "quantized" else []
-
-
-def _linear(name: str, values: dict[str, Any]) -> tuple[Steps, Steps]:
-    r = parse_recipe(values["recipe"]).of("linear")
-    forward = [*_input(r, "x", values["save_input"]), *_to(r.weight, "weight", "rowwise"), ("gemm", "y = x W^T")]
-    backward = [*_to(r.gradient, "dy", "both planes"), *_again(r, r.weight, "weight"), ("gemm", "dx = dy W")]
-    backward += [("gemm", "dW = dy^T x")] + ([("reduce", "dbias")] if values["bias"] is not None else [])
-    return forward, backward
-
-
-def _mlp(name: str, values: dict[str, Any]) -> tuple[Steps, Steps]:
-    r, act = parse_recipe(values["recipe"]), values["act"].partition(":")[0]
-    r1, r2 = r.of("fc1"), r.of("fc2")
-    forward: Steps = [
-        *_input(r1, "x", values["save_input"]),
-        *_to(r1.weight, "w1", "rowwise"),
-        ("gemm", "h = x W1^T"),
-        ("activation", f"a = {act}(h)"),
-        *_to(r2.input, "a", "rowwise"),
-        *_to(r2.weight, "w2", "rowwise"),
-        ("gemm", "y = a W2^T"),
-    ]
-    backward: Steps = [
-        *_to(r2.gradient, "dy", "both planes"),
-        ("activation", f"a = {act}(h), again"),
-        *_again(r2, r2.input, "a"),
-        ("gemm", "dW2 = dy^T a"),
-        *([("reduce", "db2")] if values["b2"] is not None else []),
-        *_again(r2, r2.weight, "w2"),
-        ("gemm", "da = dy W2"),
-        ("activation", "dh and dprobs from da and h"),
-        *([("reduce", "db1")] if values["b1"] is not None else []),
-        *_to(r1.gradient, "dh", "both planes"),
-        ("gemm", "dW1 = dh^T x"),
-        *_again(r1, r1.weight, "w1"),
-        ("gemm", "dx = dh W1"),
-    ]
-    return forward, backward
-
-
-def _outputs(name: str, values: dict[str, Any]) -> tuple[str, ...]:
-    """Names of what an operator makes, for the list of what is kept."""
-    names = _OUTPUTS.get(name, ())
-    if name in ("grouped_linear", "grouped_mlp"):
-        which = parse_recipe(values["recipe"]).of("linear" if name == "grouped_linear" else "fc1").saved_plane
-        names += tuple(f"x {which} {part}" for part in ("data", "scale", "amax"))
-    return names
-
-
-_OUTPUTS = {
-    "grouped_linear": ("y",),
-    "grouped_mlp": ("y", "h (pre-activation)"),
-    "permute": ("permuted x", "permuted probs", "offsets", "row map"),
-    "router": ("probs", "ids", "scores"),
-    "unpermute": ("y",),
-}
-_STAGES: dict[str, Callable[[str, dict[str, Any]], tuple[Steps, Steps]]] = {"grouped_linear": _linear, "grouped_mlp": _mlp}
+    def _note_cached(self, name: str, values: dict[str, Any]) -> None:
+        """Planes that a weight's cache will hold, once a weight."""
+        if not (values.get("cache") is not None or values.get("caches")):
+            return
+        recipe = parse_recipe(values["recipe"])
+        for w, linear in {"grouped_linear": (("weight", "linear"),), "grouped_mlp": (("w1", "fc1"), ("w2", "fc2"))}[name]:
+            r, weight = recipe.of(linear), values[w]
+            if r.weight is None:
+                continue
+            G, N, K = weight.shape
+            label = self.given.get(_storage(weight), w)
+            for plane, noted in self.cached.items():
+                row = plane == "rowwise"
+                if not (row or r.backward == "quantized"):
+                    continue
+                made = fake_grouped(weight, G * N, K, G, r.weight, row, not row, LAYOUT)
+                nbytes = sum(t.nbytes for t in made)
+                entry = Saved(f"{label}, {plane}", tuple(weight.shape), r.weight.of(plane).label, nbytes, True)
+                if entry not in noted:
+                    noted.append(entry)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from blockscale.formats import parse
-from blockscale.ops import checks, registry
-from blockscale.reference import grouped_gemm as reference
+from blockscale.ops import backend, checks, registry
 from blockscale.tensors import GroupedTensor, Plane
 
 ROLES = ("forward", "dgrad", "wgrad")
@@ -226,7 +225,7 @@ def _gemm(
     forward = role == "forward"
     rows = _unpack(a, a_format, a_layout, "rowwise", (capacity, k if forward else n), offsets)
     w = _unpack(b, b_format, b_layout, PLANES[role][1], (G * n, k), weight_offsets, n)
-    return reference.rows_by_weight(
+    return backend.rows_by_weight(
         rows, w, offsets, capacity, transpose=forward, out_dtype=out_dtype, bias=bias, bias_scale=bias_scale
     )
 
@@ -267,7 +266,7 @@ def _wgrad_out(
     checks.offset_values(offsets, capacity)
     dy = _unpack(a, a_format, a_layout, "columnwise", (capacity, n), offsets)
     x = _unpack(b, b_format, b_layout, "columnwise", (capacity, k), offsets)
-    store(out, reference.wgrad(dy, x, offsets, capacity), accumulate)
+    store(out, backend.wgrad(dy, x, offsets, capacity), accumulate)
 
 
 def store(out: Tensor, dw: Tensor, accumulate: bool) -> None:

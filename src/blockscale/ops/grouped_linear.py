@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from blockscale.ops import checks, registry, stages
-from blockscale.ops.quantize import fake_grouped, rng_from
+from blockscale.ops.operands import KeptInput, LinearOperands, fake_saved, kept_planes
+from blockscale.ops.quantize import rng_from
+from blockscale.ops.weight_cache import WeightCache
+from blockscale.ops.wgrad_queue import WgradQueue, find_queue, waiting, without_hooks
 from blockscale.recipes import Recipe, current_recipe, parse_recipe
 
 
@@ -24,8 +27,13 @@ def grouped_linear(
     recipe: Recipe | None = None,
     main_grad: Tensor | None = None,
     rng: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    cache: WeightCache | None = None,
+    queue: WgradQueue | None = None,
 ) -> Tensor:
-    """y = x W^T + b, group by group, with quantized operands forward and backward; differentiable in x, W and b.
+    """y = x W^T + b, group by group, with quantized operands forward and backward.
+
+    Differentiable in x, W, b and bias_scale.
 
     Args:
         x_MK: (M, K) float32, bfloat16 or float16; rows past ``offsets[-1]`` influence nothing.
@@ -35,6 +43,9 @@ def grouped_linear(
         recipe: None: the enclosing autocast's, else BF16.
         main_grad: float32 (G, N, K): dW is added there during backward, and W gets no gradient.
         rng: int64[2] for stochastic rounding in backward; None: drawn from torch's default generator.
+        bias_scale: float32 (M,), multiplies the bias of each row.
+        cache: keeps the quantized weight until the weight changes.
+        queue: backward leaves dW there, to be computed by ``queue.run``; W gets no gradient until then.
 
     Returns:
         (M, N) in x's dtype, dead rows zero.
@@ -44,8 +55,9 @@ def grouped_linear(
     """
     x = checks.matrix("x", x_MK)
     w = check_weight("weight", weight_GNK, offsets, x.shape[1])
-    checks.same_device(x=x, offsets=offsets, weight=w, bias=bias_GN, main_grad=main_grad, rng=rng)
+    checks.same_device(x=x, offsets=offsets, weight=w, bias=bias_GN, main_grad=main_grad, rng=rng, bias_scale=bias_scale)
     check_bias("bias", bias_GN, w)
+    check_bias_scale(bias_scale, bias_GN, x)
     check_main_grad(main_grad, w)
     if rng is not None:
         checks.rng(rng)
@@ -53,8 +65,20 @@ def grouped_linear(
     if rng is None and recipe.needs_rng:
         rng = rng_from(None, x.device)
     needs = torch.is_grad_enabled() and w.requires_grad
-    main_grads = [] if main_grad is None else [main_grad]
-    outputs = torch.ops.blockscale.grouped_linear(x, w, offsets, bias_GN, rng, main_grads, recipe.spec(), needs)
+    main_grads = [] if main_grad is None or queue is not None else [main_grad]  # a queue adds to main_grad by itself
+    outputs = torch.ops.blockscale.grouped_linear(
+        x,
+        without_hooks(w, queue),
+        offsets,
+        bias_GN,
+        bias_scale,
+        rng,
+        main_grads,
+        None if cache is None else cache.ticket,
+        None if queue is None else queue.ticket,
+        recipe.spec(),
+        needs,
+    )
     y: Tensor = outputs[0]
     return y
 
@@ -76,6 +100,14 @@ def check_bias(name: str, bias: Tensor | None, w: Tensor) -> None:
         checks.shape(name, checks.dtype(name, bias, checks.FLOATS), (w.shape[0], w.shape[1]), "one row a group")
 
 
+def check_bias_scale(scale: Tensor | None, bias: Tensor | None, x: Tensor) -> None:
+    """float32, one a row of x, beside a bias."""
+    if scale is not None:
+        if bias is None:
+            raise ValueError("bias_scale is given but bias is None; it multiplies the bias")
+        checks.shape("bias_scale", checks.dtype("bias_scale", scale, (torch.float32,)), (x.shape[0],), "one a row of x")
+
+
 def check_main_grad(main_grad: Tensor | None, w: Tensor) -> None:
     """float32 in the weight's shape."""
     if main_grad is not None:
@@ -87,17 +119,20 @@ def _forward(
     weight: Tensor,
     offsets: Tensor,
     bias: Tensor | None,
+    bias_scale: Tensor | None,
     rng: Tensor | None,
     main_grads: list[Tensor],
+    cache: Tensor | None,
+    queue: Tensor | None,
     recipe: str,
     save_input: bool,
 ) -> list[Tensor]:
     checks.offset_values(offsets, x.shape[0])
     r = parse_recipe(recipe).of("linear")
-    x_q = stages.quantize_input(x, offsets, r, save_input)
-    w_q = stages.quantize_weight(weight, r.weight, "rowwise")
-    y = stages.forward_gemm(x_q, w_q, offsets, x.dtype, bias)
-    return [y, *(stages.saved_tensors(x_q, r) if save_input else [])]
+    of, planes = LinearOperands(weight, offsets, r, cache), kept_planes(r, save_input)
+    x_q = of.input(x, planes)
+    y = stages.forward_gemm(x_q, of.weight_rows(), offsets, x.dtype, bias, bias_scale)
+    return [y, *stages.plane_tensors(x_q, planes)]
 
 
 def _forward_fake(
@@ -105,23 +140,17 @@ def _forward_fake(
     weight: Tensor,
     offsets: Tensor,
     bias: Tensor | None,
+    bias_scale: Tensor | None,
     rng: Tensor | None,
     main_grads: list[Tensor],
+    cache: Tensor | None,
+    queue: Tensor | None,
     recipe: str,
     save_input: bool,
 ) -> list[Tensor]:
     y = x.new_empty((x.shape[0], weight.shape[1]))
-    return [y, *fake_saved(x, offsets, parse_recipe(recipe).of("linear"), save_input)]
-
-
-def fake_saved(x: Tensor, offsets: Tensor, r: Recipe, save_input: bool) -> list[Tensor]:
-    """Empty tensors like the plane of x that forward saves."""
-    which = r.saved_plane
-    if which is None or r.input is None or not save_input:
-        return []
-    row = which == "rowwise"
-    planes = fake_grouped(x, x.shape[0], x.shape[1], offsets.shape[0] - 1, r.input, row, not row, stages.LAYOUT)
-    return planes if r.input.of(which).has_amax else planes[:2]
+    r = parse_recipe(recipe).of("linear")
+    return [y, *fake_saved(x, offsets, r, kept_planes(r, save_input))]
 
 
 def _backward(
@@ -131,23 +160,34 @@ def _backward(
     weight: Tensor,
     offsets: Tensor,
     bias: Tensor | None,
+    bias_scale: Tensor | None,
     rng: Tensor | None,
     main_grads: list[Tensor],
+    cache: Tensor | None,
+    queue: Tensor | None,
     recipe: str,
+    copy: bool,
     needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     r = parse_recipe(recipe).of("linear")
-    need_dx, need_dw, need_db = needs
-    dy_q = stages.quantize(dy, offsets, r.gradient, rowwise=need_dx, columnwise=need_dw, rng=rng)
+    need_dx, need_dw, need_db, need_ds = needs
+    of = LinearOperands(weight, offsets, r, cache)
+    dy_q = of.gradient(dy, need_dx, need_dw, rng)
     dx, dw, db = (stages.empty(t) for t in (dy, weight, weight if bias is None else bias))
+    ds = dy.new_empty(0, dtype=torch.float32)
     if need_dx:
-        dx = stages.dgrad_gemm(dy_q, stages.backward_weight(weight, r), offsets, dy.dtype)
+        dx = stages.dgrad_gemm(dy_q, of.weight_for_dgrad(), offsets, dy.dtype)
     if need_dw:
-        x_q = stages.saved_operand(saved, x, (dy.shape[0], weight.shape[2]), r, offsets)
-        dw = stages.wgrad_gemm(dy_q, x_q, offsets, weight, main_grads[0] if main_grads else None)
+        x_q = KeptInput(x, saved, False).for_wgrad(of, dy.shape[0])
+        if queue is None:
+            dw = stages.wgrad_gemm(dy_q, x_q, offsets, weight, main_grads[0] if main_grads else None)
+        else:
+            find_queue(queue).put([waiting(0, dy_q, x_q, offsets)], copy)
     if need_db and bias is not None:
-        db = stages.bias_grad(dy, offsets).to(bias.dtype)
-    return dx, dw, db
+        db = stages.bias_grad(dy, offsets, bias_scale).to(bias.dtype)
+    if need_ds and bias is not None:
+        ds = stages.row_dot(dy, bias, offsets)
+    return dx, dw, db, ds
 
 
 def _backward_fake(
@@ -157,49 +197,57 @@ def _backward_fake(
     weight: Tensor,
     offsets: Tensor,
     bias: Tensor | None,
+    bias_scale: Tensor | None,
     rng: Tensor | None,
     main_grads: list[Tensor],
+    cache: Tensor | None,
+    queue: Tensor | None,
     recipe: str,
+    copy: bool,
     needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    need_dx, need_dw, need_db = needs
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    need_dx, need_dw, need_db, need_ds = needs
     dx = dy.new_empty((dy.shape[0], weight.shape[2]) if need_dx else 0)
-    dw = weight.new_empty(weight.shape if need_dw and not main_grads else 0)
+    dw = weight.new_empty(weight.shape if need_dw and not main_grads and queue is None else 0)
     db = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape if need_db else 0)
-    return dx, dw, db
+    ds = dy.new_empty(dy.shape[0] if need_ds and bias is not None else 0, dtype=torch.float32)
+    return dx, dw, db, ds
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weight, offsets, bias, rng, ctx.main_grads, ctx.recipe, _ = inputs
+    x, weight, offsets, bias, bias_scale, rng, ctx.main_grads, cache, ctx.queue, ctx.recipe, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     x = x if parse_recipe(ctx.recipe).of("linear").saved_plane is None else None  # else a plane of it is saved
-    ctx.save_for_backward(x, weight, offsets, bias, rng, *output[1:])
+    ctx.save_for_backward(x, weight, offsets, bias, bias_scale, rng, cache, *output[1:])
 
 
 def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     dy = grads[0]
     no_main = [None] * len(ctx.main_grads)
     if dy is None:
-        return (None,) * 5 + (no_main, None, None)
-    x, weight, offsets, bias, rng, *saved = ctx.saved_tensors
-    needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-    dx, dw, db = torch.ops.blockscale.grouped_linear_backward(
-        dy, x, saved, weight, offsets, bias, rng, ctx.main_grads, ctx.recipe, needs
+        return (None,) * 6 + (no_main,) + (None,) * 4
+    x, weight, offsets, bias, bias_scale, rng, cache, *saved = ctx.saved_tensors
+    needs = [ctx.needs_input_grad[i] for i in (0, 1, 3, 4)]
+    copy = type(dy) is not Tensor  # traced: the operands will lie in memory that the graph uses again
+    dx, dw, db, ds = torch.ops.blockscale.grouped_linear_backward(
+        dy, x, saved, weight, offsets, bias, bias_scale, rng, ctx.main_grads, cache, ctx.queue, ctx.recipe, copy, needs
     )
-    dw_kept = needs[1] and not ctx.main_grads
-    return dx if needs[0] else None, dw if dw_kept else None, None, db if needs[2] else None, None, no_main, None, None
+    keep = [needs[0], needs[1] and not ctx.main_grads and ctx.queue is None, *needs[2:]]
+    dx, dw, db, ds = (g if k else None for g, k in zip((dx, dw, db, ds), keep, strict=True))
+    return dx, dw, None, db, ds, None, no_main, None, None, None, None
 
 
 registry.define(
-    "grouped_linear(Tensor x, Tensor weight, Tensor offsets, Tensor? bias, Tensor? rng, Tensor[] main_grads, str recipe,"
-    " bool save_input) -> Tensor[]",
+    "grouped_linear(Tensor x, Tensor weight, Tensor offsets, Tensor? bias, Tensor? bias_scale, Tensor? rng,"
+    " Tensor[] main_grads, Tensor? cache, Tensor? queue, str recipe, bool save_input) -> Tensor[]",
     _forward,
     _forward_fake,
 )
 registry.define(
     "grouped_linear_backward(Tensor dy, Tensor? x, Tensor[] saved, Tensor weight, Tensor offsets, Tensor? bias,"
-    " Tensor? rng, Tensor(a!)[] main_grads, str recipe, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    " Tensor? bias_scale, Tensor? rng, Tensor(a!)[] main_grads, Tensor? cache, Tensor(b!)? queue, str recipe, bool copy,"
+    " bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )

@@ -1,8 +1,8 @@
 """The differentiable operator ``grouped_mlp``: y = s * (W2 act(W1 x + b1) + b2) for each group of rows.
 
 A training step reads from top to bottom in :func:`forward_step` and :func:`backward_step`. Between them are kept: the
-plane of x that wgrad reads (the columnwise one, mostly) and the pre-activation h; the activation is rebuilt in backward,
-its plane with it.
+planes of x that wgrad reads (the columnwise one, mostly) and the pre-activation h (with ``recompute`` the rowwise plane of x
+in its stead); the activation is rebuilt in backward, its plane with it.
 
 Legend: M rows (capacity), H hidden, I intermediate, W = columns of the pre-activation (2I for a GLU), G groups.
 """
@@ -17,14 +17,20 @@ from torch import Tensor
 
 from blockscale.activations import Activation, parse
 from blockscale.ops import checks, registry, stages
-from blockscale.ops.grouped_linear import check_bias, check_main_grad, check_weight, fake_saved
+from blockscale.ops.grouped_linear import check_bias, check_main_grad, check_weight
+from blockscale.ops.operands import KeptInput, LinearOperands, fake_saved, kept_planes
 from blockscale.ops.quantize import rng_from
+from blockscale.ops.weight_cache import WeightCache
+from blockscale.ops.wgrad_queue import Waiting, WgradQueue, find_queue, waiting, without_hooks
 from blockscale.recipes import Recipe, current_recipe, parse_recipe
 
 
 @dataclass(frozen=True)
 class MLPTensors:
-    """What both passes read besides their operand. ``main_grads``: empty, or the float32 buffers of w1 and w2."""
+    """What both passes read besides their operand.
+
+    ``main_grads``: empty, or the float32 buffers of w1 and w2. ``caches``: empty, or the tickets of their caches.
+    """
 
     w1: Tensor
     w2: Tensor
@@ -34,18 +40,26 @@ class MLPTensors:
     b2: Tensor | None
     rng: Tensor | None
     main_grads: list[Tensor]
+    caches: list[Tensor]
+
+    def linears(self, r: Recipe) -> tuple[LinearOperands, LinearOperands]:
+        """Both linears' operands by recipe ``r``."""
+        cache1, cache2 = self.caches or (None, None)
+        one = LinearOperands(self.w1, self.offsets, r.of("fc1"), cache1)
+        return one, LinearOperands(self.w2, self.offsets, r.of("fc2"), cache2)
 
 
-def forward_step(x: Tensor, t: MLPTensors, r: Recipe, act: stages.ActivationSpec, save_input: bool) -> list[Tensor]:
-    """[y, h, the plane of x that wgrad reads (when ``save_input``)]."""
-    r1, r2 = r.of("fc1"), r.of("fc2")
-    x_q = stages.quantize_input(x, t.offsets, r1, save_input)
-    h = stages.forward_gemm(x_q, stages.quantize_weight(t.w1, r1.weight, "rowwise"), t.offsets, x.dtype, t.b1)
+def forward_step(
+    x: Tensor, t: MLPTensors, r: Recipe, act: stages.ActivationSpec, save_input: bool, recompute: bool
+) -> list[Tensor]:
+    """[y, h (unless ``recompute``), the planes of x that backward reads]."""
+    fc1, fc2 = t.linears(r)
+    planes = kept_planes(fc1.recipe, save_input, recompute)
+    x_q = fc1.input(x, planes)
+    h = stages.forward_gemm(x_q, fc1.weight_rows(), t.offsets, x.dtype, t.b1)
     a = stages.activation(h, t.offsets, t.probs, act)
-    a_q = stages.quantize_input(a, t.offsets, r2, False)
-    w2_q = stages.quantize_weight(t.w2, r2.weight, "rowwise")
-    y = stages.forward_gemm(a_q, w2_q, t.offsets, x.dtype, t.b2, bias_scale=t.probs)
-    return [y, h, *(stages.saved_tensors(x_q, r1) if save_input else [])]
+    y = stages.forward_gemm(fc2.input(a), fc2.weight_rows(), t.offsets, x.dtype, t.b2, bias_scale=t.probs)
+    return [y, *([] if recompute else [h]), *stages.plane_tensors(x_q, planes)]
 
 
 @dataclass(frozen=True)
@@ -67,39 +81,46 @@ class Needs:
 
 def backward_step(
     dy: Tensor,
-    x: Tensor | None,
-    h: Tensor,
-    saved: list[Tensor],
+    h: Tensor | None,
+    kept: KeptInput,
     t: MLPTensors,
     r: Recipe,
     act: stages.ActivationSpec,
     n: Needs,
+    delayed: list[Waiting] | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dw1, dw2, dprobs, db1, db2); empty where not needed."""
+    """(dx, dw1, dw2, dprobs, db1, db2); empty where not needed. h None: made again. dw1's and dw2's operands go to ``delayed``."""
     dx, dw1, dw2 = (stages.empty(like) for like in (dy, t.w1, t.w2))
     ds, db1, db2 = (dy.new_empty(0, dtype=torch.float32) for _ in range(3))
-    main1, main2 = t.main_grads or (None, None)
-    r1, r2 = r.of("fc1"), r.of("fc2")
+    fc1, fc2 = t.linears(r)
+    if h is None:
+        h = stages.forward_gemm(kept.rows(fc1, dy.shape[0]), fc1.weight_rows(), t.offsets, dy.dtype, t.b1)
 
-    dy_q = stages.quantize(dy, t.offsets, r2.gradient, rowwise=n.below_w2, columnwise=n.w2, rng=t.rng)
+    def wgrad(index: int, dy_q: stages.Operand, x_q: stages.Operand) -> Tensor:
+        w = (t.w1, t.w2)[index]
+        if delayed is None:
+            return stages.wgrad_gemm(dy_q, x_q, t.offsets, w, t.main_grads[index] if t.main_grads else None)
+        delayed.append(waiting(index, dy_q, x_q, t.offsets))
+        return stages.empty(w)
+
+    dy_q = fc2.gradient(dy, n.below_w2, n.w2, t.rng)
     if n.w2:
         a = stages.activation(h, t.offsets, t.probs, act)
-        dw2 = stages.wgrad_gemm(dy_q, stages.backward_input(a, t.offsets, r2), t.offsets, t.w2, main2)
+        dw2 = wgrad(1, dy_q, fc2.input_for_wgrad(a))
     if n.b2:
         db2 = stages.bias_grad(dy, t.offsets, t.probs)
     if n.below_w2:
-        da = stages.dgrad_gemm(dy_q, stages.backward_weight(t.w2, r2), t.offsets, dy.dtype)
+        da = stages.dgrad_gemm(dy_q, fc2.weight_for_dgrad(), t.offsets, dy.dtype)
         dh, ds = stages.activation_backward(da, h, t.offsets, t.probs, act)
         if n.probs and t.b2 is not None:
             ds = ds + stages.row_dot(dy, t.b2, t.offsets)
         if n.b1:
             db1 = stages.bias_grad(dh, t.offsets)
-        dh_q = stages.quantize(dh, t.offsets, r1.gradient, rowwise=n.x, columnwise=n.w1, rng=stages.next_rng(t.rng, 1))
+        dh_q = fc1.gradient(dh, n.x, n.w1, stages.next_rng(t.rng, 1))
         if n.w1:
-            x_q = stages.saved_operand(saved, x, (dy.shape[0], t.w1.shape[2]), r1, t.offsets)
-            dw1 = stages.wgrad_gemm(dh_q, x_q, t.offsets, t.w1, main1)
+            dw1 = wgrad(0, dh_q, kept.for_wgrad(fc1, dy.shape[0]))
         if n.x:
-            dx = stages.dgrad_gemm(dh_q, stages.backward_weight(t.w1, r1), t.offsets, dy.dtype)
+            dx = stages.dgrad_gemm(dh_q, fc1.weight_for_dgrad(), t.offsets, dy.dtype)
     return dx, dw1, dw2, ds, db1, db2
 
 
@@ -117,6 +138,9 @@ def grouped_mlp(
     recipe: Recipe | None = None,
     main_grads: tuple[Tensor, Tensor] | None = None,
     rng: Tensor | None = None,
+    caches: tuple[WeightCache, WeightCache] | None = None,
+    queue: WgradQueue | None = None,
+    recompute: bool = False,
 ) -> Tensor:
     """y = s * (W2 act(W1 x + b1) + b2), group by group; differentiable in x, the weights, the biases and probs.
 
@@ -133,6 +157,9 @@ def grouped_mlp(
         recipe: None: the enclosing autocast's, else BF16.
         main_grads: float32 buffers of w1's and w2's shapes: dW is added there and the weights get no gradient.
         rng: int64[2] for stochastic rounding in backward; None: drawn from torch's default generator.
+        caches: keep the quantized w1 and w2 until the weights change.
+        queue: backward leaves dW1 and dW2 there, to be computed by ``queue.run``.
+        recompute: keep the quantized planes of x that backward needs, or x (see ``Recipe.saved_plane``), and compute h again.
 
     Returns:
         (M, H') in x's dtype, dead rows zero.
@@ -160,21 +187,24 @@ def grouped_mlp(
     recipe = current_recipe(recipe)
     if rng is None and recipe.needs_rng:
         rng = rng_from(None, x.device)
-    save_input = torch.is_grad_enabled() and w1.requires_grad
+    grad = torch.is_grad_enabled()
     outputs = torch.ops.blockscale.grouped_mlp(
         x,
-        w1,
-        w2,
+        without_hooks(w1, queue),
+        without_hooks(w2, queue),
         offsets,
         probs,
         b1,
         b2,
         rng,
-        list(main_grads or ()),
+        [] if queue is not None else list(main_grads or ()),  # a queue adds to main_grad by itself
+        [] if caches is None else [c.ticket for c in caches],
+        None if queue is None else queue.ticket,
         recipe.spec(),
         act.spec(),
         interleave or 0,
-        save_input,
+        grad and w1.requires_grad,
+        grad and recompute,
     )
     y: Tensor = outputs[0]
     return y
@@ -190,43 +220,31 @@ def _forward(
     b2: Tensor | None,
     rng: Tensor | None,
     main_grads: list[Tensor],
+    caches: list[Tensor],
+    queue: Tensor | None,
     recipe: str,
     act: str,
     interleave: int,
     save_input: bool,
+    recompute: bool,
 ) -> list[Tensor]:
     checks.offset_values(offsets, x.shape[0])
-    t = MLPTensors(w1, w2, offsets, probs, b1, b2, rng, main_grads)
-    return forward_step(x, t, parse_recipe(recipe), stages.ActivationSpec(act, interleave), save_input)
+    t = MLPTensors(w1, w2, offsets, probs, b1, b2, rng, main_grads, caches)
+    return forward_step(x, t, parse_recipe(recipe), stages.ActivationSpec(act, interleave), save_input, recompute)
 
 
-def _forward_fake(
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    offsets: Tensor,
-    probs: Tensor | None,
-    b1: Tensor | None,
-    b2: Tensor | None,
-    rng: Tensor | None,
-    main_grads: list[Tensor],
-    recipe: str,
-    act: str,
-    interleave: int,
-    save_input: bool,
-) -> list[Tensor]:
+def _forward_fake(x: Tensor, w1: Tensor, w2: Tensor, offsets: Tensor, *others: Any) -> list[Tensor]:
+    recipe, _, _, save_input, recompute = others[-5:]
     M = x.shape[0]
-    return [
-        x.new_empty((M, w2.shape[1])),
-        x.new_empty((M, w1.shape[1])),
-        *fake_saved(x, offsets, parse_recipe(recipe).of("fc1"), save_input),
-    ]
+    r = parse_recipe(recipe).of("fc1")
+    kept = [] if recompute else [x.new_empty((M, w1.shape[1]))]
+    return [x.new_empty((M, w2.shape[1])), *kept, *fake_saved(x, offsets, r, kept_planes(r, save_input, recompute))]
 
 
 def _backward(
     dy: Tensor,
     x: Tensor | None,
-    h: Tensor,
+    h: Tensor | None,
     saved: list[Tensor],
     w1: Tensor,
     w2: Tensor,
@@ -236,14 +254,20 @@ def _backward(
     b2: Tensor | None,
     rng: Tensor | None,
     main_grads: list[Tensor],
+    caches: list[Tensor],
+    queue: Tensor | None,
     recipe: str,
     act: str,
     interleave: int,
+    copy: bool,
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
-    t = MLPTensors(w1, w2, offsets, probs, b1, b2, rng, main_grads)
-    n = Needs(*needs)
-    dx, dw1, dw2, ds, db1, db2 = backward_step(dy, x, h, saved, t, parse_recipe(recipe), stages.ActivationSpec(act, interleave), n)
+    t = MLPTensors(w1, w2, offsets, probs, b1, b2, rng, main_grads, caches)
+    n, spec = Needs(*needs), stages.ActivationSpec(act, interleave)
+    delayed: list[Waiting] | None = None if queue is None else []
+    dx, dw1, dw2, ds, db1, db2 = backward_step(dy, h, KeptInput(x, saved, h is None), t, parse_recipe(recipe), spec, n, delayed)
+    if queue is not None and delayed:
+        find_queue(queue).put(delayed, copy)
     db1, db2 = (d if b is None else d.to(b.dtype) for d, b in ((db1, b1), (db2, b2)))
     return dx, dw1, dw2, ds if n.probs else stages.empty(ds), db1, db2
 
@@ -251,7 +275,7 @@ def _backward(
 def _backward_fake(
     dy: Tensor,
     x: Tensor | None,
-    h: Tensor,
+    h: Tensor | None,
     saved: list[Tensor],
     w1: Tensor,
     w2: Tensor,
@@ -261,15 +285,15 @@ def _backward_fake(
     b2: Tensor | None,
     rng: Tensor | None,
     main_grads: list[Tensor],
-    recipe: str,
-    act: str,
-    interleave: int,
-    needs: list[bool],
+    caches: list[Tensor],
+    queue: Tensor | None,
+    *others: Any,
 ) -> tuple[Tensor, ...]:
-    n = Needs(*needs)
+    n = Needs(*others[-1])
+    own_dw = not main_grads and queue is None
     dx = dy.new_empty((dy.shape[0], w1.shape[2]) if n.x else 0)
-    dw1 = w1.new_empty(w1.shape if n.w1 and not main_grads else 0)
-    dw2 = w2.new_empty(w2.shape if n.w2 and not main_grads else 0)
+    dw1 = w1.new_empty(w1.shape if n.w1 and own_dw else 0)
+    dw2 = w2.new_empty(w2.shape if n.w2 and own_dw else 0)
     ds = dy.new_empty(dy.shape[0] if n.probs else 0, dtype=torch.float32)
     db1, db2 = (
         dy.new_empty(0, dtype=torch.float32) if b is None else b.new_empty(b.shape if need else 0)
@@ -279,53 +303,47 @@ def _backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, w1, w2, offsets, probs, b1, b2, rng, ctx.main_grads, ctx.recipe, ctx.act, ctx.interleave, _ = inputs
+    x, *tensors, ctx.main_grads, caches, ctx.queue, ctx.recipe, ctx.act, ctx.interleave, _, ctx.recompute = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    x = x if parse_recipe(ctx.recipe).of("fc1").saved_plane is None else None  # else a plane of it is saved
-    ctx.save_for_backward(x, w1, w2, offsets, probs, b1, b2, rng, *output[1:])
+    x = x if parse_recipe(ctx.recipe).of("fc1").saved_plane is None else None  # else planes of it are saved
+    ctx.num_caches = len(caches)
+    ctx.save_for_backward(x, *tensors, *caches, *output[1:])
 
 
 def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    no_main = [None] * len(ctx.main_grads)
-    if grads[0] is None:
-        return (None,) * 8 + (no_main,) + (None,) * 4
-    x, w1, w2, offsets, probs, b1, b2, rng, h, *saved = ctx.saved_tensors
-    need = ctx.needs_input_grad
-    needs = [need[i] for i in (0, 1, 2, 4, 5, 6)]
+    no_main, no_caches = [None] * len(ctx.main_grads), [None] * ctx.num_caches
+    tail = (no_main, no_caches, *(None,) * 6)
+    dy = grads[0]
+    if dy is None:
+        return (None,) * 8 + tail
+    x, w1, w2, offsets, probs, b1, b2, rng, *saved = ctx.saved_tensors
+    caches, saved = saved[: ctx.num_caches], saved[ctx.num_caches :]
+    h, saved = (None, saved) if ctx.recompute else (saved[0], saved[1:])
+    needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4, 5, 6)]
+    copy = type(dy) is not Tensor  # traced: the operands will lie in memory that the graph uses again
+    options = (ctx.recipe, ctx.act, ctx.interleave, copy, needs)
     dx, dw1, dw2, ds, db1, db2 = torch.ops.blockscale.grouped_mlp_backward(
-        grads[0],
-        x,
-        h,
-        saved,
-        w1,
-        w2,
-        offsets,
-        probs,
-        b1,
-        b2,
-        rng,
-        ctx.main_grads,
-        ctx.recipe,
-        ctx.act,
-        ctx.interleave,
-        needs,
+        dy, x, h, saved, w1, w2, offsets, probs, b1, b2, rng, ctx.main_grads, caches, ctx.queue, *options
     )
-    keep = [*needs[:1], *(n and not ctx.main_grads for n in needs[1:3]), *needs[3:]]
+    own_dw = not ctx.main_grads and ctx.queue is None
+    keep = [*needs[:1], *(n and own_dw for n in needs[1:3]), *needs[3:]]
     dx, dw1, dw2, ds, db1, db2 = (g if k else None for g, k in zip((dx, dw1, dw2, ds, db1, db2), keep, strict=True))
-    return dx, dw1, dw2, None, ds, db1, db2, None, no_main, None, None, None, None
+    return dx, dw1, dw2, None, ds, db1, db2, None, *tail
 
 
 _TENSORS = "Tensor w1, Tensor w2, Tensor offsets, Tensor? probs, Tensor? b1, Tensor? b2, Tensor? rng"
 _OPTIONS = "str recipe, str act, int interleave"
 registry.define(
-    f"grouped_mlp(Tensor x, {_TENSORS}, Tensor[] main_grads, {_OPTIONS}, bool save_input) -> Tensor[]",
+    f"grouped_mlp(Tensor x, {_TENSORS}, Tensor[] main_grads, Tensor[] caches, Tensor? queue, {_OPTIONS}, bool save_input,"
+    " bool recompute) -> Tensor[]",
     _forward,
     _forward_fake,
 )
 registry.define(
-    f"grouped_mlp_backward(Tensor dy, Tensor? x, Tensor h, Tensor[] saved, {_TENSORS}, Tensor(a!)[] main_grads, {_OPTIONS},"
-    " bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"grouped_mlp_backward(Tensor dy, Tensor? x, Tensor? h, Tensor[] saved, {_TENSORS}, Tensor(a!)[] main_grads,"
+    f" Tensor[] caches, Tensor(b!)? queue, {_OPTIONS}, bool copy, bool[] needs)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )

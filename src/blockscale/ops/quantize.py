@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from blockscale.formats import Format, Hybrid, parse
 from blockscale.layouts import LAYOUTS
-from blockscale.ops import checks, registry
-from blockscale.reference import quantize as reference
+from blockscale.ops import backend, checks, registry
 from blockscale.tensors import BlockScaledTensor, GroupedTensor, planes_from_list
-from blockscale.tensors.shapes import amax_shape, grouped_plane_shapes, plane_shapes
+from blockscale.tensors.shapes import amax_shape, grouped_plane_shapes, plane_shapes, scale_dtype
 
 
 def rng_from(generator: torch.Generator | None, device: torch.device) -> Tensor:
     """int64[2] (seed, offset 0) drawn from ``generator`` (None: torch's default) on its own device."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator is {type(generator).__name__}; a torch.Generator or None is needed")
     source = device if generator is None else generator.device
     seed = torch.randint(-(2**63), 2**63 - 1, (1,), generator=generator, device=source)
     return torch.cat((seed, torch.zeros_like(seed))).to(device)
@@ -127,6 +129,8 @@ def check_options(fmt: object, rowwise: bool, columnwise: bool, layout: str, leg
     """Raise unless the format, the planes and the layout go together; ``legal``: layouts of this kind of tensor."""
     if not isinstance(fmt, Format) or type(fmt) is Format:
         raise TypeError(f"fmt is {type(fmt).__name__}; a format such as MXFP8() is needed")
+    for name, value in (("rowwise", rowwise), ("columnwise", columnwise)):
+        checks.flag(name, value)
     if not (rowwise or columnwise):
         raise ValueError("rowwise=False and columnwise=False: at least one plane must be asked for")
     if not fmt.has_codes:
@@ -155,6 +159,10 @@ def _check_amax(
     if tuple(amax.shape) not in ((groups,), (2, groups)):
         raise ValueError(f"amax has shape {tuple(amax.shape)}; ({groups},) or (2, {groups}) is needed")
     checks.same_device(x=x, amax=amax)
+    if amax.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(amax, FakeTensor):
+        wrong = amax[~(amax >= 0)]
+        if wrong.numel():
+            raise ValueError(f"amax holds {wrong[0].item()}; a largest magnitude is needed, >= 0 and not NaN")
     return amax
 
 
@@ -197,7 +205,7 @@ def _out_tensors(
 def _quantize(
     x: Tensor, fmt: str, rowwise: bool, columnwise: bool, layout: str, amax: Tensor | None, rng: Tensor | None
 ) -> list[Tensor]:
-    return reference.quantize(x, parse(fmt), rowwise, columnwise, layout, amax, rng)
+    return backend.quantize(x, None, parse(fmt), rowwise, columnwise, layout, amax, rng)
 
 
 def _quantize_grouped(
@@ -210,8 +218,7 @@ def _quantize_grouped(
     amax: Tensor | None,
     rng: Tensor | None,
 ) -> list[Tensor]:
-    checks.offset_values(offsets, x.shape[0])
-    return reference.quantize_grouped(x, offsets, parse(fmt), rowwise, columnwise, layout, amax, rng)
+    return backend.quantize(x, offsets, parse(fmt), rowwise, columnwise, layout, amax, rng)
 
 
 def _quantize_out(
@@ -224,8 +231,7 @@ def _quantize_out(
     rng: Tensor | None,
     out: list[Tensor],
 ) -> None:
-    for target, source in zip(out, _quantize(x, fmt, rowwise, columnwise, layout, amax, rng), strict=True):
-        target.copy_(source)
+    backend.quantize(x, None, parse(fmt), rowwise, columnwise, layout, amax, rng, out)
 
 
 def _quantize_grouped_out(
@@ -239,14 +245,13 @@ def _quantize_grouped_out(
     rng: Tensor | None,
     out: list[Tensor],
 ) -> None:
-    planes = _quantize_grouped(x, offsets, fmt, rowwise, columnwise, layout, amax, rng)
-    for target, source in zip(out, [*planes, offsets], strict=True):
-        target.copy_(source)
+    *planes, kept_offsets = out
+    backend.quantize(x, offsets, parse(fmt), rowwise, columnwise, layout, amax, rng, planes)
+    kept_offsets.copy_(offsets)
 
 
 def _fake_plane(x: Tensor, fmt: Format, data: tuple[int, ...], scale: tuple[int, ...], amax: tuple[int, ...]) -> list[Tensor]:
-    scale_dtype = torch.uint8 if fmt.has_codes else torch.float32
-    shapes = ((data, torch.uint8), (scale, scale_dtype), (amax, torch.float32))
+    shapes = ((data, torch.uint8), (scale, scale_dtype(fmt)), (amax, torch.float32))
     return [x.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 
 

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from blockscale.activations import parse as parse_activation
 from blockscale.formats import Format
+from blockscale.ops import backend
 from blockscale.ops.activation import run_backward, run_forward
-from blockscale.recipes import Recipe
 from blockscale.reference import grouped_gemm as gemm_reference
-from blockscale.reference import quantize as quantize_reference
-from blockscale.tensors import GroupedTensor, Plane, planes_from_list
+from blockscale.tensors import GroupedTensor, planes_from_list
 
 Operand = GroupedTensor | Tensor
 LAYOUT = "compact"
@@ -40,7 +39,7 @@ def quantize(
     """Quantize (M, K) rows; x itself when ``fmt`` is None."""
     if fmt is None or not (rowwise or columnwise):
         return x
-    tensors = quantize_reference.quantize_grouped(x, offsets, fmt, rowwise, columnwise, LAYOUT, None, rng)
+    tensors = backend.quantize(x, offsets, fmt, rowwise, columnwise, LAYOUT, None, rng)
     row, column = planes_from_list(tensors, fmt, rowwise, columnwise, LAYOUT)
     return GroupedTensor((x.shape[0], x.shape[1]), fmt, row, column, offsets)
 
@@ -57,51 +56,21 @@ def quantize_weight(w_GNK: Tensor, fmt: Format | None, plane: str) -> Operand:
     return replace(q, matrix_rows=N)
 
 
-def quantize_input(x: Tensor, offsets: Tensor, r: Recipe, keep: bool) -> Operand:
-    """A linear's input for its forward product, with the plane that wgrad needs when it is to be kept."""
-    return quantize(x, offsets, r.input, rowwise=True, columnwise=keep and r.saved_plane == "columnwise")
-
-
-def backward_input(x: Tensor, offsets: Tensor, r: Recipe) -> Operand:
-    """A linear's input as wgrad reads it, made from the input itself."""
-    if r.saved_plane is None:
-        return x
-    row = r.saved_plane == "rowwise"
-    return dequantized(quantize(x, offsets, r.input, rowwise=row, columnwise=not row), r)
-
-
-def backward_weight(w_GNK: Tensor, r: Recipe) -> Operand:
-    """A weight as dgrad reads it."""
-    if r.backward == "high_precision":
-        return w_GNK
-    if r.backward == "quantized":
-        return quantize_weight(w_GNK, r.weight, "columnwise")
-    q = quantize_weight(w_GNK, r.weight, "rowwise")
-    return q.dequantize().view(w_GNK.shape) if isinstance(q, GroupedTensor) else q
-
-
-def dequantized(x: Operand, r: Recipe) -> Operand:
-    """The float32 values of a rowwise plane where backward is to be computed from them."""
-    return x.dequantize() if r.backward == "dequantized" and isinstance(x, GroupedTensor) else x
-
-
 def forward_gemm(
     x: Operand, w: Operand, offsets: Tensor, dtype: torch.dtype, bias: Tensor | None, bias_scale: Tensor | None = None
 ) -> Tensor:
     """y = x W^T + bias * bias_scale, rounded once to ``dtype``."""
-    return gemm_reference.rows_by_weight(
-        x, w, offsets, x.shape[0], transpose=True, out_dtype=dtype, bias=bias, bias_scale=bias_scale
-    )
+    return backend.rows_by_weight(x, w, offsets, x.shape[0], transpose=True, out_dtype=dtype, bias=bias, bias_scale=bias_scale)
 
 
 def dgrad_gemm(dy: Operand, w: Operand, offsets: Tensor, dtype: torch.dtype) -> Tensor:
     """dx = dy W, rounded once to ``dtype``."""
-    return gemm_reference.rows_by_weight(dy, w, offsets, dy.shape[0], transpose=False, out_dtype=dtype)
+    return backend.rows_by_weight(dy, w, offsets, dy.shape[0], transpose=False, out_dtype=dtype)
 
 
 def wgrad_gemm(dy: Operand, x: Operand, offsets: Tensor, w: Tensor, main_grad: Tensor | None) -> Tensor:
     """dW = dy^T x in w's dtype; with a main_grad it is added there in float32 instead, and the result is empty."""
-    dw = gemm_reference.wgrad(dy, x, offsets, dy.shape[0])
+    dw = backend.wgrad(dy, x, offsets, dy.shape[0])
     if main_grad is None:
         return dw.to(w.dtype)
     main_grad.add_(dw)
@@ -123,19 +92,9 @@ def activation_backward(dy: Tensor, h: Tensor, offsets: Tensor, probs: Tensor | 
     return run_backward(dy, h, probs, offsets, act.act, act.interleave)
 
 
-def saved_tensors(x: Operand, r: Recipe) -> list[Tensor]:
-    """The plane to save for wgrad as a list; nothing where the input itself is saved."""
-    return x.plane(r.saved_plane).tensors() if r.saved_plane is not None and isinstance(x, GroupedTensor) else []
-
-
-def saved_operand(saved: list[Tensor], x: Tensor | None, shape: tuple[int, int], r: Recipe, offsets: Tensor) -> Operand:
-    """Inverse of :func:`saved_tensors`, as wgrad reads it."""
-    if r.saved_plane is None or r.input is None:
-        assert x is not None
-        return x
-    plane = Plane(saved[0], saved[1], saved[2] if r.input.of(r.saved_plane).has_amax else None, LAYOUT)
-    row, column = (plane, None) if r.saved_plane == "rowwise" else (None, plane)
-    return dequantized(GroupedTensor(shape, r.input, row, column, offsets), r)
+def plane_tensors(x: Operand, planes: tuple[str, ...]) -> list[Tensor]:
+    """Planes as a list to save for backward."""
+    return [t for p in planes for t in x.plane(p).tensors()] if isinstance(x, GroupedTensor) else []
 
 
 def next_rng(rng: Tensor | None, step: int) -> Tensor | None:

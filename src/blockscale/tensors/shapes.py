@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from blockscale.formats import Format, FP8Block, FP8Tensor
 from blockscale.layouts import ceil_div, round_up, tile_capacity
 from blockscale.tensors.arrange import linear_shape, row_bytes, whole_scale
@@ -57,3 +59,8 @@ def grouped_plane_shapes(
     else:
         scale = (128 // fmt.block_length * Kp * T,)
     return data, ((scale[0] * scale[1],) if layout == "swizzled" and len(scale) == 2 else scale)
+
+
+def scale_dtype(fmt: Format) -> torch.dtype:
+    """uint8 codes for the formats that have them, else float32."""
+    return torch.uint8 if fmt.has_codes else torch.float32

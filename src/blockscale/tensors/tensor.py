@@ -128,7 +128,8 @@ class BlockScaledTensor(_Quantized):
 
     def to(self, device: torch.device | str) -> BlockScaledTensor:
         """The same tensor on ``device``."""
-        return _map(self, lambda t: t.to(device))
+        target = torch.device(device)
+        return _map(self, lambda t: t.to(target))
 
     def logical(self, plane: str = "rowwise") -> Logical:
         """The plane without its arrangement (see ``tensors.arrange.Logical``)."""
@@ -191,7 +192,8 @@ class GroupedTensor(_Quantized):
 
     def to(self, device: torch.device | str) -> GroupedTensor:
         """The same tensor on ``device``."""
-        return replace(_map(self, lambda t: t.to(device)), offsets=self.offsets.to(device))
+        target = torch.device(device)
+        return replace(_map(self, lambda t: t.to(target)), offsets=self.offsets.to(target))
 
     def logical(self, plane: str = "rowwise") -> Logical:
         """The plane without its arrangement (see ``tensors.arrange.Logical``)."""

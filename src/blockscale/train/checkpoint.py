@@ -1,11 +1,12 @@
 """Checkpoints: folders that appear whole or not at all. The newest one is the whole state of a recipe's training.
 
 ``<out>/checkpoints/<recipe>/step-000100/`` holds ``state.json`` (configuration, losses, time), ``model.safetensors`` and, until
-the recipe is finished, ``optimizer.pt`` (AdamW's moments and torch's random state).
+the recipe is finished, ``optimizer.pt`` (AdamW's moments and torch's random state); ``sha256.json`` holds their checksums.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -19,7 +20,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-STATE, MODEL, OPTIMIZER = "state.json", "model.safetensors", "optimizer.pt"
+STATE, MODEL, OPTIMIZER, CHECKSUMS = "state.json", "model.safetensors", "optimizer.pt", "sha256.json"
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -36,12 +37,17 @@ def publish(folder: Path, step: int, files: Mapping[str, bytes]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{step:06d}"
     if not final.exists():
+        sums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items() if name != STATE}
         temporary = Path(tempfile.mkdtemp(dir=folder, prefix=f".{final.name}.", suffix=".tmp"))
-        for name, data in files.items():
-            with open(temporary / name, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+        try:
+            for name, data in {**files, CHECKSUMS: json.dumps(sums, indent=1).encode()}.items():
+                with open(temporary / name, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+        except OSError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
         temporary.chmod(0o755)
         _flush_folder(temporary)
         temporary.rename(final)
@@ -64,9 +70,18 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """
     try:
         state: dict[str, Any] = json.loads((checkpoint / STATE).read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {checkpoint} cannot be read ({error}); remove it to start that recipe again") from error
     return state
+
+
+def _checked(checkpoint: Path, name: str) -> bytes:
+    """The bytes of a file, which must be those that were written."""
+    data = (checkpoint / name).read_bytes()
+    expected = json.loads((checkpoint / CHECKSUMS).read_text("utf-8"))[name]
+    if hashlib.sha256(data).hexdigest() != expected:
+        raise ValueError(f"{name} is damaged: it is not what was written")
+    return data
 
 
 def model_bytes(model: torch.nn.Module) -> bytes:
@@ -91,14 +106,14 @@ def restore(checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Opt
         CheckpointError: a file is missing, damaged, or of another model.
     """
     try:
-        model.load_state_dict(safetensors.torch.load((checkpoint / MODEL).read_bytes()))
+        model.load_state_dict(safetensors.torch.load(_checked(checkpoint, MODEL)))
         if optimizer is not None:
-            saved = torch.load(io.BytesIO((checkpoint / OPTIMIZER).read_bytes()), map_location="cpu", weights_only=True)
+            saved = torch.load(io.BytesIO(_checked(checkpoint, OPTIMIZER)), map_location="cpu", weights_only=True)
             optimizer.load_state_dict(saved["optimizer"])
             torch.set_rng_state(saved["random"]["cpu"])
             if device.type == "cuda" and "cuda" in saved["random"]:
                 torch.cuda.set_rng_state(saved["random"]["cuda"], device)
-    except (OSError, RuntimeError, KeyError, ValueError, safetensors.SafetensorError) as error:
+    except (OSError, EOFError, RuntimeError, KeyError, TypeError, ValueError, safetensors.SafetensorError) as error:
         raise CheckpointError(
             f"checkpoint {checkpoint} cannot be loaded ({error}); remove it to start that recipe again"
         ) from error

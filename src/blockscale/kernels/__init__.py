@@ -1,0 +1,1 @@
+"""Kernels: one family a file, named for what it does and where."""
