@@ -6,7 +6,7 @@ Formats, quantizers and grouped GEMMs at the top; layers in ``blockscale.nn``; w
 from importlib.metadata import version
 
 from blockscale import activations, formats, layouts, recipes
-from blockscale.formats import MXFP4, MXFP8, NVFP4, FP8Block, FP8Tensor, Hybrid
+from blockscale.formats import MXFP4, MXFP8, NVFP4, FP8Block, FP8Delayed, FP8Tensor, Hybrid
 from blockscale.layouts import offsets_from_sizes
 from blockscale.ops.activation import activation
 from blockscale.ops.activation_quantize import activation_backward_quantize, activation_quantize
@@ -35,6 +35,7 @@ __all__ = [
     "BlockScaledTensor",
     "Explanation",
     "FP8Block",
+    "FP8Delayed",
     "FP8Tensor",
     "GroupedTensor",
     "Hybrid",

@@ -17,6 +17,7 @@ from blockscale.formats import MXFP4, MXFP8, NVFP4, Format, FP8Block, FP8Tensor,
 _HIGH_PRECISION = "bf16"
 
 
+ROLES = ("input", "weight", "gradient")
 BACKWARD = ("quantized", "high_precision", "dequantized")
 #: names of the linear layers that a recipe may treat apart: those of an MLP, and one that stands alone
 LINEARS = ("linear", "fc1", "fc2")

@@ -31,6 +31,8 @@ class Format:
     scale_type: ClassVar[str] = "float32"
     #: whether planes carry a global amax
     has_amax: ClassVar[bool] = False
+    #: whether the only scales are one float32 a tensor (or group)
+    per_tensor: ClassVar[bool] = False
     #: whether the columnwise plane is stored transposed, (K, M)
     transposed: ClassVar[bool] = False
 
@@ -236,12 +238,51 @@ class FP8Tensor(Format):
     eps: float = 0.0
     columnwise_source: str = "original"
     kind: ClassVar[str] = "fp8tensor"
+    per_tensor: ClassVar[bool] = True
     has_amax: ClassVar[bool] = True
     transposed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_fp8(self.element, self.power_of_two, self.eps)
+
+
+@dataclass(frozen=True)
+class FP8Delayed(Format):
+    """FP8 with one float32 scale a tensor (or group) that earlier steps chose (delayed scaling).
+
+    Quantizing takes the scale (``scale=``) and keeps the tensor's own amax beside the codes, for the history. After a step
+    ``reference.delayed.next_scale`` makes the next scale of the history; layers do it by themselves (``bs.update_scales``).
+    A NaN stays visible and enters no amax; what is beyond the scale's range saturates, infinities too.
+
+    Args:
+        element: "e4m3" or "e5m2".
+        history: entries of the amax history, >= 1.
+        algorithm: the amax that makes the scale: "max" of the history, or its "most_recent" entry.
+        margin: the scale is divided by 2^margin; an integer in -64..64.
+    """
+
+    element: str = "e4m3"
+    history: int = 1024
+    algorithm: str = "max"
+    margin: int = 0
+    columnwise_source: str = "original"
+    kind: ClassVar[str] = "fp8delayed"
+    per_tensor: ClassVar[bool] = True
+    has_amax: ClassVar[bool] = True
+    transposed: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check("element", self.element, ("e4m3", "e5m2"))
+        _check("algorithm", self.algorithm, ("max", "most_recent"))
+        for name, value, low, high in (("history", self.history, 1, 2**20), ("margin", self.margin, -64, 64)):
+            if not isinstance(value, int) or not low <= value <= high:
+                raise ValueError(f"{name}={value!r} is not legal; it must be an integer in {low}..{high}")
+
+    def stored(self, plane: str) -> Format:
+        """The format that reads a plane's bytes: where the scale came from does not matter."""
+        return FP8Tensor(self.element)
 
 
 @dataclass(frozen=True)
@@ -289,6 +330,8 @@ class Hybrid(Format):
         for name, fmt in (("rowwise", self.rowwise), ("columnwise", self.columnwise)):
             if not isinstance(fmt, Format) or isinstance(fmt, Hybrid):
                 raise TypeError(f"{name} is {type(fmt).__name__}; a format of one plane such as MXFP8() is needed")
+            if isinstance(fmt, FP8Delayed):
+                raise ValueError(f"{name} is FP8Delayed, whose scale belongs to both planes; it cannot be one of a Hybrid")
             if fmt.from_row:
                 raise ValueError(f"{name} has a columnwise_source; give it to Hybrid, whose planes it relates")
         _check("columnwise_source", self.columnwise_source, ("original", "rowwise_dequantized"))
@@ -328,7 +371,7 @@ def _check_fp8(element: str, power_of_two: bool, eps: float) -> None:
         raise ValueError(f"eps={eps!r} is not legal; it must be finite and >= 0")
 
 
-_KINDS: dict[str, type[Format]] = {cls.kind: cls for cls in (MXFP8, MXFP4, NVFP4, FP8Tensor, FP8Block)}
+_KINDS: dict[str, type[Format]] = {cls.kind: cls for cls in (MXFP8, MXFP4, NVFP4, FP8Tensor, FP8Delayed, FP8Block)}
 
 
 @lru_cache(maxsize=256)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from blockscale.formats import Format, Hybrid
+from blockscale.formats import Format, FP8Delayed, Hybrid
 from blockscale.kernels.cpu import gemm as cpu_gemm
 from blockscale.kernels.cpu import quantize as cpu_quantize
 from blockscale.kernels.cpu.blas import bf16_gemm
@@ -104,8 +104,12 @@ def quantize(
     amax: Tensor | None,
     rng: Tensor | None,
     out: list[Tensor] | None = None,
+    scale: Tensor | None = None,
 ) -> list[Tensor]:
-    """Planes of x (M, K), grouped by ``offsets`` or plain (None), in the operators' order; in ``out`` when given."""
+    """Planes of x (M, K), grouped by ``offsets`` or plain (None), in the operators' order; in ``out`` when given.
+
+    ``scale`` float32 (G,): of ``FP8Delayed``.
+    """
     if offsets is not None:
         checks.offset_values(offsets, x.shape[0])
     if isinstance(fmt, Hybrid) and rowwise and columnwise and not fmt.from_row:
@@ -113,16 +117,18 @@ def quantize(
             *quantize(x, offsets, fmt.rowwise, True, False, layout, None, rng, None if out is None else out[:3]),
             *quantize(x, offsets, fmt.columnwise, False, True, layout, None, rng, None if out is None else out[3:]),
         ]
-    if not (columnwise and fmt.from_row):
+    if isinstance(fmt, FP8Delayed) and scale is None:
+        raise ValueError("format fp8delayed quantizes with a scale that is kept between steps, and here is none to give")
+    if not (columnwise and fmt.from_row) and not isinstance(fmt, FP8Delayed):
         fmt = fmt.stored("rowwise" if rowwise else "columnwise")
     if fast("quantize", x.device, fmt):
         if out is None or _separate(x, out):
             return cpu_quantize.quantize(x, offsets, fmt, rowwise, columnwise, layout, amax, rng, out)
         planes = cpu_quantize.quantize(x, offsets, fmt, rowwise, columnwise, layout, amax, rng)
     elif offsets is None:
-        planes = reference_quantize.quantize(x, fmt, rowwise, columnwise, layout, amax, rng)
+        planes = reference_quantize.quantize(x, fmt, rowwise, columnwise, layout, amax, rng, scale)
     else:
-        planes = reference_quantize.quantize_grouped(x, offsets, fmt, rowwise, columnwise, layout, amax, rng)
+        planes = reference_quantize.quantize_grouped(x, offsets, fmt, rowwise, columnwise, layout, amax, rng, scale)
     if out is None:
         return planes
     for target, source in zip(out, planes, strict=True):

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockscale.ops import checks, registry, stages
+from blockscale.ops import checks, delayed, registry, stages
+from blockscale.ops.delayed import Scaling
 from blockscale.ops.operands import KeptInput, LinearOperands, fake_saved, kept_planes
 from blockscale.ops.quantize import rng_from
 from blockscale.ops.weight_cache import WeightCache
@@ -30,6 +31,7 @@ def grouped_linear(
     bias_scale: Tensor | None = None,
     cache: WeightCache | None = None,
     queue: WgradQueue | None = None,
+    scaling: Scaling | None = None,
 ) -> Tensor:
     """y = x W^T + b, group by group, with quantized operands forward and backward.
 
@@ -46,6 +48,7 @@ def grouped_linear(
         bias_scale: float32 (M,), multiplies the bias of each row.
         cache: keeps the quantized weight until the weight changes.
         queue: backward leaves dW there, to be computed by ``queue.run``; W gets no gradient until then.
+        scaling: scales and histories of the recipe's ``FP8Delayed`` formats; histories take amaxes where grad is enabled.
 
     Returns:
         (M, N) in x's dtype, dead rows zero.
@@ -66,6 +69,8 @@ def grouped_linear(
         rng = rng_from(None, x.device)
     needs = torch.is_grad_enabled() and w.requires_grad
     main_grads = [] if main_grad is None or queue is not None else [main_grad]  # a queue adds to main_grad by itself
+    linears = ((recipe.of("linear"), scaling),)
+    scales, histories = delayed.arguments(linears, x, w.shape[0])
     outputs = torch.ops.blockscale.grouped_linear(
         x,
         without_hooks(w, queue),
@@ -76,9 +81,13 @@ def grouped_linear(
         main_grads,
         None if cache is None else cache.ticket,
         None if queue is None else queue.ticket,
+        scales,
+        histories,
         recipe.spec(),
         needs,
     )
+    if scales and torch.is_grad_enabled():
+        delayed.record(linears, outputs)
     y: Tensor = outputs[0]
     return y
 
@@ -124,15 +133,17 @@ def _forward(
     main_grads: list[Tensor],
     cache: Tensor | None,
     queue: Tensor | None,
+    scales: list[Tensor],
+    histories: list[Tensor],
     recipe: str,
     save_input: bool,
 ) -> list[Tensor]:
     checks.offset_values(offsets, x.shape[0])
     r = parse_recipe(recipe).of("linear")
-    of, planes = LinearOperands(weight, offsets, r, cache), kept_planes(r, save_input)
-    x_q = of.input(x, planes)
-    y = stages.forward_gemm(x_q, of.weight_rows(), offsets, x.dtype, bias, bias_scale)
-    return [y, *stages.plane_tensors(x_q, planes)]
+    of, planes = LinearOperands(weight, offsets, r, cache, *delayed.of_linear(r, scales, [], 0)), kept_planes(r, save_input)
+    x_q, w_q = of.input(x, planes), of.weight_rows()
+    y = stages.forward_gemm(x_q, w_q, offsets, x.dtype, bias, bias_scale)
+    return [y, *stages.plane_tensors(x_q, planes), *of.amaxes(x_q, w_q)]
 
 
 def _forward_fake(
@@ -145,12 +156,15 @@ def _forward_fake(
     main_grads: list[Tensor],
     cache: Tensor | None,
     queue: Tensor | None,
+    scales: list[Tensor],
+    histories: list[Tensor],
     recipe: str,
     save_input: bool,
 ) -> list[Tensor]:
     y = x.new_empty((x.shape[0], weight.shape[1]))
     r = parse_recipe(recipe).of("linear")
-    return [y, *fake_saved(x, offsets, r, kept_planes(r, save_input))]
+    amaxes = delayed.fake_amaxes((r,), x, weight.shape[0])
+    return [y, *fake_saved(x, offsets, r, kept_planes(r, save_input)), *amaxes]
 
 
 def _backward(
@@ -165,13 +179,15 @@ def _backward(
     main_grads: list[Tensor],
     cache: Tensor | None,
     queue: Tensor | None,
+    scales: list[Tensor],
+    histories: list[Tensor],
     recipe: str,
     copy: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     r = parse_recipe(recipe).of("linear")
     need_dx, need_dw, need_db, need_ds = needs
-    of = LinearOperands(weight, offsets, r, cache)
+    of = LinearOperands(weight, offsets, r, cache, *delayed.of_linear(r, scales, histories, 0))
     dy_q = of.gradient(dy, need_dx, need_dw, rng)
     dx, dw, db = (stages.empty(t) for t in (dy, weight, weight if bias is None else bias))
     ds = dy.new_empty(0, dtype=torch.float32)
@@ -202,6 +218,8 @@ def _backward_fake(
     main_grads: list[Tensor],
     cache: Tensor | None,
     queue: Tensor | None,
+    scales: list[Tensor],
+    histories: list[Tensor],
     recipe: str,
     copy: bool,
     needs: list[bool],
@@ -215,39 +233,45 @@ def _backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weight, offsets, bias, bias_scale, rng, ctx.main_grads, cache, ctx.queue, ctx.recipe, _ = inputs
+    x, weight, offsets, bias, bias_scale, rng, ctx.main_grads, cache, ctx.queue, scales, ctx.histories, ctx.recipe, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    x = x if parse_recipe(ctx.recipe).of("linear").saved_plane is None else None  # else a plane of it is saved
-    ctx.save_for_backward(x, weight, offsets, bias, bias_scale, rng, cache, *output[1:])
+    r = parse_recipe(ctx.recipe).of("linear")
+    x = x if r.saved_plane is None else None  # else a plane of it is saved
+    ctx.num_scales = len(scales)
+    planes = output[1 : len(output) - delayed.count((r,))]
+    ctx.save_for_backward(x, weight, offsets, bias, bias_scale, rng, cache, *scales, *planes)
 
 
 def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     dy = grads[0]
-    no_main = [None] * len(ctx.main_grads)
+    no_main, no_scales = [None] * len(ctx.main_grads), ([None] * ctx.num_scales, [None] * len(ctx.histories))
     if dy is None:
-        return (None,) * 6 + (no_main,) + (None,) * 4
+        return (None,) * 6 + (no_main, None, None, *no_scales, None, None)
     x, weight, offsets, bias, bias_scale, rng, cache, *saved = ctx.saved_tensors
+    scales, saved = saved[: ctx.num_scales], saved[ctx.num_scales :]
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 3, 4)]
     copy = type(dy) is not Tensor  # traced: the operands will lie in memory that the graph uses again
+    options = (scales, ctx.histories, ctx.recipe, copy, needs)
     dx, dw, db, ds = torch.ops.blockscale.grouped_linear_backward(
-        dy, x, saved, weight, offsets, bias, bias_scale, rng, ctx.main_grads, cache, ctx.queue, ctx.recipe, copy, needs
+        dy, x, saved, weight, offsets, bias, bias_scale, rng, ctx.main_grads, cache, ctx.queue, *options
     )
     keep = [needs[0], needs[1] and not ctx.main_grads and ctx.queue is None, *needs[2:]]
     dx, dw, db, ds = (g if k else None for g, k in zip((dx, dw, db, ds), keep, strict=True))
-    return dx, dw, None, db, ds, None, no_main, None, None, None, None
+    return dx, dw, None, db, ds, None, no_main, None, None, *no_scales, None, None
 
 
 registry.define(
     "grouped_linear(Tensor x, Tensor weight, Tensor offsets, Tensor? bias, Tensor? bias_scale, Tensor? rng,"
-    " Tensor[] main_grads, Tensor? cache, Tensor? queue, str recipe, bool save_input) -> Tensor[]",
+    " Tensor[] main_grads, Tensor? cache, Tensor? queue, Tensor[] scales, Tensor[] histories, str recipe, bool save_input)"
+    " -> Tensor[]",
     _forward,
     _forward_fake,
 )
 registry.define(
     "grouped_linear_backward(Tensor dy, Tensor? x, Tensor[] saved, Tensor weight, Tensor offsets, Tensor? bias,"
-    " Tensor? bias_scale, Tensor? rng, Tensor(a!)[] main_grads, Tensor? cache, Tensor(b!)? queue, str recipe, bool copy,"
-    " bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
+    " Tensor? bias_scale, Tensor? rng, Tensor(a!)[] main_grads, Tensor? cache, Tensor(b!)? queue, Tensor[] scales,"
+    " Tensor(c!)[] histories, str recipe, bool copy, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )

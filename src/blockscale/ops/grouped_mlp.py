@@ -17,6 +17,8 @@ from torch import Tensor
 
 from blockscale.activations import Activation, parse
 from blockscale.ops import checks, registry, stages
+from blockscale.ops import delayed as delayed_scaling
+from blockscale.ops.delayed import Scaling, of_linear
 from blockscale.ops.grouped_linear import check_bias, check_main_grad, check_weight
 from blockscale.ops.operands import KeptInput, LinearOperands, fake_saved, kept_planes
 from blockscale.ops.quantize import rng_from
@@ -41,25 +43,32 @@ class MLPTensors:
     rng: Tensor | None
     main_grads: list[Tensor]
     caches: list[Tensor]
+    scales: list[Tensor]
+    histories: list[Tensor]
 
     def linears(self, r: Recipe) -> tuple[LinearOperands, LinearOperands]:
         """Both linears' operands by recipe ``r``."""
-        cache1, cache2 = self.caches or (None, None)
-        one = LinearOperands(self.w1, self.offsets, r.of("fc1"), cache1)
-        return one, LinearOperands(self.w2, self.offsets, r.of("fc2"), cache2)
+        weights, caches, recipes = (self.w1, self.w2), self.caches or (None, None), (r.of("fc1"), r.of("fc2"))
+        one, two = (
+            LinearOperands(weights[i], self.offsets, recipes[i], caches[i], *of_linear(recipes[i], self.scales, self.histories, i))
+            for i in (0, 1)
+        )
+        return one, two
 
 
 def forward_step(
     x: Tensor, t: MLPTensors, r: Recipe, act: stages.ActivationSpec, save_input: bool, recompute: bool
 ) -> list[Tensor]:
-    """[y, h (unless ``recompute``), the planes of x that backward reads]."""
+    """[y, h (unless ``recompute``), the planes of x that backward reads, amaxes for the histories of delayed scaling]."""
     fc1, fc2 = t.linears(r)
     planes = kept_planes(fc1.recipe, save_input, recompute)
     x_q = fc1.input(x, planes)
-    h = stages.forward_gemm(x_q, fc1.weight_rows(), t.offsets, x.dtype, t.b1)
-    a = stages.activation(h, t.offsets, t.probs, act)
-    y = stages.forward_gemm(fc2.input(a), fc2.weight_rows(), t.offsets, x.dtype, t.b2, bias_scale=t.probs)
-    return [y, *([] if recompute else [h]), *stages.plane_tensors(x_q, planes)]
+    w1_q = fc1.weight_rows()
+    h = stages.forward_gemm(x_q, w1_q, t.offsets, x.dtype, t.b1)
+    a_q, w2_q = fc2.input(stages.activation(h, t.offsets, t.probs, act)), fc2.weight_rows()
+    y = stages.forward_gemm(a_q, w2_q, t.offsets, x.dtype, t.b2, bias_scale=t.probs)
+    kept = [*([] if recompute else [h]), *stages.plane_tensors(x_q, planes)]
+    return [y, *kept, *fc1.amaxes(x_q, w1_q), *fc2.amaxes(a_q, w2_q)]
 
 
 @dataclass(frozen=True)
@@ -141,6 +150,7 @@ def grouped_mlp(
     caches: tuple[WeightCache, WeightCache] | None = None,
     queue: WgradQueue | None = None,
     recompute: bool = False,
+    scaling: tuple[Scaling | None, Scaling | None] | None = None,
 ) -> Tensor:
     """y = s * (W2 act(W1 x + b1) + b2), group by group; differentiable in x, the weights, the biases and probs.
 
@@ -160,6 +170,7 @@ def grouped_mlp(
         caches: keep the quantized w1 and w2 until the weights change.
         queue: backward leaves dW1 and dW2 there, to be computed by ``queue.run``.
         recompute: keep the quantized planes of x that backward needs, or x (see ``Recipe.saved_plane``), and compute h again.
+        scaling: of both linears, as in ``grouped_linear``.
 
     Returns:
         (M, H') in x's dtype, dead rows zero.
@@ -188,6 +199,9 @@ def grouped_mlp(
     if rng is None and recipe.needs_rng:
         rng = rng_from(None, x.device)
     grad = torch.is_grad_enabled()
+    one, two = scaling or (None, None)
+    linears = ((recipe.of("fc1"), one), (recipe.of("fc2"), two))
+    scales, histories = delayed_scaling.arguments(linears, x, w1.shape[0])
     outputs = torch.ops.blockscale.grouped_mlp(
         x,
         without_hooks(w1, queue),
@@ -200,12 +214,16 @@ def grouped_mlp(
         [] if queue is not None else list(main_grads or ()),  # a queue adds to main_grad by itself
         [] if caches is None else [c.ticket for c in caches],
         None if queue is None else queue.ticket,
+        scales,
+        histories,
         recipe.spec(),
         act.spec(),
         interleave or 0,
         grad and w1.requires_grad,
         grad and recompute,
     )
+    if scales and grad:
+        delayed_scaling.record(linears, outputs)
     y: Tensor = outputs[0]
     return y
 
@@ -222,6 +240,8 @@ def _forward(
     main_grads: list[Tensor],
     caches: list[Tensor],
     queue: Tensor | None,
+    scales: list[Tensor],
+    histories: list[Tensor],
     recipe: str,
     act: str,
     interleave: int,
@@ -229,16 +249,17 @@ def _forward(
     recompute: bool,
 ) -> list[Tensor]:
     checks.offset_values(offsets, x.shape[0])
-    t = MLPTensors(w1, w2, offsets, probs, b1, b2, rng, main_grads, caches)
+    t = MLPTensors(w1, w2, offsets, probs, b1, b2, rng, main_grads, caches, scales, [])
     return forward_step(x, t, parse_recipe(recipe), stages.ActivationSpec(act, interleave), save_input, recompute)
 
 
 def _forward_fake(x: Tensor, w1: Tensor, w2: Tensor, offsets: Tensor, *others: Any) -> list[Tensor]:
     recipe, _, _, save_input, recompute = others[-5:]
     M = x.shape[0]
-    r = parse_recipe(recipe).of("fc1")
+    r = parse_recipe(recipe)
     kept = [] if recompute else [x.new_empty((M, w1.shape[1]))]
-    return [x.new_empty((M, w2.shape[1])), *kept, *fake_saved(x, offsets, r, kept_planes(r, save_input, recompute))]
+    kept += fake_saved(x, offsets, r.of("fc1"), kept_planes(r.of("fc1"), save_input, recompute))
+    return [x.new_empty((M, w2.shape[1])), *kept, *delayed_scaling.fake_amaxes((r.of("fc1"), r.of("fc2")), x, w1.shape[0])]
 
 
 def _backward(
@@ -256,13 +277,15 @@ def _backward(
     main_grads: list[Tensor],
     caches: list[Tensor],
     queue: Tensor | None,
+    scales: list[Tensor],
+    histories: list[Tensor],
     recipe: str,
     act: str,
     interleave: int,
     copy: bool,
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
-    t = MLPTensors(w1, w2, offsets, probs, b1, b2, rng, main_grads, caches)
+    t = MLPTensors(w1, w2, offsets, probs, b1, b2, rng, main_grads, caches, scales, histories)
     n, spec = Needs(*needs), stages.ActivationSpec(act, interleave)
     delayed: list[Waiting] | None = None if queue is None else []
     dx, dw1, dw2, ds, db1, db2 = backward_step(dy, h, KeptInput(x, saved, h is None), t, parse_recipe(recipe), spec, n, delayed)
@@ -303,26 +326,30 @@ def _backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, *tensors, ctx.main_grads, caches, ctx.queue, ctx.recipe, ctx.act, ctx.interleave, _, ctx.recompute = inputs
+    x, *tensors, ctx.main_grads, caches, ctx.queue, scales, ctx.histories = inputs[:13]
+    ctx.recipe, ctx.act, ctx.interleave, _, ctx.recompute = inputs[13:]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    x = x if parse_recipe(ctx.recipe).of("fc1").saved_plane is None else None  # else planes of it are saved
-    ctx.num_caches = len(caches)
-    ctx.save_for_backward(x, *tensors, *caches, *output[1:])
+    r = parse_recipe(ctx.recipe)
+    x = x if r.of("fc1").saved_plane is None else None  # else planes of it are saved
+    ctx.num_caches, ctx.num_scales = len(caches), len(scales)
+    kept = output[1 : len(output) - delayed_scaling.count((r.of("fc1"), r.of("fc2")))]
+    ctx.save_for_backward(x, *tensors, *caches, *scales, *kept)
 
 
 def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     no_main, no_caches = [None] * len(ctx.main_grads), [None] * ctx.num_caches
-    tail = (no_main, no_caches, *(None,) * 6)
+    tail = (no_main, no_caches, None, [None] * ctx.num_scales, [None] * len(ctx.histories), *(None,) * 5)
     dy = grads[0]
     if dy is None:
         return (None,) * 8 + tail
     x, w1, w2, offsets, probs, b1, b2, rng, *saved = ctx.saved_tensors
     caches, saved = saved[: ctx.num_caches], saved[ctx.num_caches :]
+    scales, saved = saved[: ctx.num_scales], saved[ctx.num_scales :]
     h, saved = (None, saved) if ctx.recompute else (saved[0], saved[1:])
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4, 5, 6)]
     copy = type(dy) is not Tensor  # traced: the operands will lie in memory that the graph uses again
-    options = (ctx.recipe, ctx.act, ctx.interleave, copy, needs)
+    options = (scales, ctx.histories, ctx.recipe, ctx.act, ctx.interleave, copy, needs)
     dx, dw1, dw2, ds, db1, db2 = torch.ops.blockscale.grouped_mlp_backward(
         dy, x, h, saved, w1, w2, offsets, probs, b1, b2, rng, ctx.main_grads, caches, ctx.queue, *options
     )
@@ -335,14 +362,14 @@ def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 _TENSORS = "Tensor w1, Tensor w2, Tensor offsets, Tensor? probs, Tensor? b1, Tensor? b2, Tensor? rng"
 _OPTIONS = "str recipe, str act, int interleave"
 registry.define(
-    f"grouped_mlp(Tensor x, {_TENSORS}, Tensor[] main_grads, Tensor[] caches, Tensor? queue, {_OPTIONS}, bool save_input,"
-    " bool recompute) -> Tensor[]",
+    f"grouped_mlp(Tensor x, {_TENSORS}, Tensor[] main_grads, Tensor[] caches, Tensor? queue,"
+    f" Tensor[] scales, Tensor[] histories, {_OPTIONS}, bool save_input, bool recompute) -> Tensor[]",
     _forward,
     _forward_fake,
 )
 registry.define(
     f"grouped_mlp_backward(Tensor dy, Tensor? x, Tensor? h, Tensor[] saved, {_TENSORS}, Tensor(a!)[] main_grads,"
-    f" Tensor[] caches, Tensor(b!)? queue, {_OPTIONS}, bool copy, bool[] needs)"
+    f" Tensor[] caches, Tensor(b!)? queue, Tensor[] scales, Tensor(c!)[] histories, {_OPTIONS}, bool copy, bool[] needs)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,

@@ -34,24 +34,31 @@ class ActivationSpec:
 
 
 def quantize(
-    x: Tensor, offsets: Tensor, fmt: Format | None, *, rowwise: bool, columnwise: bool, rng: Tensor | None = None
+    x: Tensor,
+    offsets: Tensor,
+    fmt: Format | None,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    rng: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Operand:
-    """Quantize (M, K) rows; x itself when ``fmt`` is None."""
+    """Quantize (M, K) rows; x itself when ``fmt`` is None. ``scale``: of ``FP8Delayed``."""
     if fmt is None or not (rowwise or columnwise):
         return x
-    tensors = backend.quantize(x, offsets, fmt, rowwise, columnwise, LAYOUT, None, rng)
+    tensors = backend.quantize(x, offsets, fmt, rowwise, columnwise, LAYOUT, None, rng, scale=scale)
     row, column = planes_from_list(tensors, fmt, rowwise, columnwise, LAYOUT)
     return GroupedTensor((x.shape[0], x.shape[1]), fmt, row, column, offsets)
 
 
-def quantize_weight(w_GNK: Tensor, fmt: Format | None, plane: str) -> Operand:
+def quantize_weight(w_GNK: Tensor, fmt: Format | None, plane: str, scale: Tensor | None = None) -> Operand:
     """Quantize weights in one plane; w itself when ``fmt`` is None."""
     if fmt is None:
         return w_GNK
     G, N, K = w_GNK.shape
     offsets = torch.arange(G + 1, device=w_GNK.device) * N
     row = plane == "rowwise"
-    q = quantize(w_GNK.reshape(G * N, K), offsets, fmt, rowwise=row, columnwise=not row)
+    q = quantize(w_GNK.reshape(G * N, K), offsets, fmt, rowwise=row, columnwise=not row, scale=scale)
     assert isinstance(q, GroupedTensor)
     return replace(q, matrix_rows=N)
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from blockscale.formats import MXFP4, MXFP8, NVFP4, FP8Block, FP8Tensor, Hybrid, parse
+from blockscale.formats import MXFP4, MXFP8, NVFP4, FP8Block, FP8Delayed, FP8Tensor, Hybrid, parse
 from blockscale.layouts import PLANES, GroupExtent
 from blockscale.tensors.shapes import amax_shape, grouped_plane_shapes, plane_shapes, scale_dtype
 from blockscale.tensors.tensor import BlockScaledTensor, GroupedTensor, Plane
@@ -24,7 +24,7 @@ from blockscale.tensors.tensor import BlockScaledTensor, GroupedTensor, Plane
 _KEY = "blockscale"
 
 torch.serialization.add_safe_globals(
-    [BlockScaledTensor, GroupedTensor, Plane, GroupExtent, MXFP8, MXFP4, NVFP4, FP8Tensor, FP8Block, Hybrid]
+    [BlockScaledTensor, GroupedTensor, Plane, GroupExtent, MXFP8, MXFP4, NVFP4, FP8Tensor, FP8Delayed, FP8Block, Hybrid]
 )
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockscale.formats import Format, FP8Tensor
+from blockscale.formats import Format
 from blockscale.layouts import PLANES, GroupExtent, TileMap, offsets_from_sizes
 from blockscale.tensors.arrange import (
     Logical,
@@ -276,7 +276,7 @@ def _cut(logical: Logical, fmt: Format, which: str, extent: GroupExtent, tiles: 
     def own(x: Tensor | None) -> Tensor | None:
         return None if x is None else x[index : index + 1].clone()
 
-    scale = logical.scale[index : index + 1].clone() if isinstance(fmt, FP8Tensor) else cut(logical.scale)
+    scale = logical.scale[index : index + 1].clone() if fmt.per_tensor else cut(logical.scale)
     if logical.amax is not None and fmt.scales_rows:
         amax = cut(logical.amax)[: extent.rows].clone() if which == "rowwise" else logical.amax[index].clone()
         return Logical(cut(logical.data), scale, amax)
@@ -296,6 +296,6 @@ def _retile(logical: Logical, fmt: Format, which: str, old: TileMap, new: TileMa
         moved = tiles[index.clamp(min=0)].masked_fill_((index < 0).view(-1, *(1,) * x.dim()), 0)
         return moved.flatten(0, 1)
 
-    scale = logical.scale if isinstance(fmt, FP8Tensor) else move(logical.scale)
+    scale = logical.scale if fmt.per_tensor else move(logical.scale)
     by_row = logical.amax is not None and fmt.scales_rows and which == "rowwise"
     return Logical(move(logical.data), scale, move(logical.amax) if by_row and logical.amax is not None else logical.amax)
