@@ -62,6 +62,9 @@ LATER_RECIPES = {
     "high_precision": recipes.MXFP8Training().with_backward("high_precision"),
     "dequantized": recipes.MXFP8Training().with_backward("dequantized"),
     "dequantized_nvfp4": recipes.NVFP4Training().with_backward("dequantized"),
+    "delayed": recipes.FP8DelayedTraining(history=3),
+    "delayed_dequantized": recipes.FP8DelayedTraining(history=3, algorithm="most_recent").with_backward("dequantized"),
+    "delayed_weight": recipes.Recipe(MX8, bs.FP8Delayed(history=2, margin=1), bs.MXFP8("e5m2")),
     "weight_only": recipes.Recipe(None, MX4, None, "dequantized"),
 }
 ACTIVATIONS = ("swiglu", "clamped_swiglu", "squared_relu", "situ")

@@ -25,6 +25,7 @@ _registry.finish()
 
 from blockscale import nn  # isort: skip  # noqa: E402  (knows the operators above)
 from blockscale.nn.convert import convert_model, restore_model  # isort: skip  # noqa: E402
+from blockscale.nn.delayed import reduce_amax_over, update_scales  # isort: skip  # noqa: E402
 
 __version__ = version("blockscale")
 
@@ -60,7 +61,9 @@ __all__ = [
     "quantize",
     "quantize_grouped",
     "recipes",
+    "reduce_amax_over",
     "restore_model",
     "save",
     "unpermute",
+    "update_scales",
 ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-from blockscale.formats import MXFP4, MXFP8, NVFP4, Format, FP8Block, FP8Tensor, parse
+from blockscale.formats import MXFP4, MXFP8, NVFP4, Format, FP8Block, FP8Delayed, FP8Tensor, parse
 
 _HIGH_PRECISION = "bf16"
 
@@ -152,6 +152,25 @@ def NVFP4Training(hadamard: bool = True, stochastic: bool = True) -> Recipe:  # 
 def FP8CurrentTraining(gradient_element: str = "e5m2") -> Recipe:  # noqa: N802
     """FP8 with one scale a tensor (a group), taken from the tensor itself: E4M3 forward, E5M2 gradients by default."""
     return Recipe(FP8Tensor(), FP8Tensor(), FP8Tensor(gradient_element))
+
+
+def FP8DelayedTraining(  # noqa: N802
+    gradient_element: str = "e5m2", history: int = 1024, algorithm: str = "max", margin: int = 0
+) -> Recipe:
+    """FP8 with one scale a tensor (a group) that the steps before chose: E4M3 forward, E5M2 gradients by default.
+
+    Layers keep scales and amax histories in their state dict. A first step runs with scale 1; each step of a torch optimizer
+    makes the next scales (``bs.update_scales`` where no such optimizer has the weights). Amaxes are taken where grad is
+    enabled, so that validation changes nothing; the largest of a step's microbatches counts.
+
+    Args:
+        gradient_element: "e4m3" or "e5m2".
+        history: entries of a history.
+        algorithm: "max" (of the history) or "most_recent".
+        margin: scales are divided by 2^margin.
+    """
+    forward = FP8Delayed("e4m3", history, algorithm, margin)
+    return Recipe(forward, forward, FP8Delayed(gradient_element, history, algorithm, margin))
 
 
 def FP8BlockTraining(gradient_element: str = "e4m3") -> Recipe:  # noqa: N802

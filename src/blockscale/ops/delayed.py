@@ -50,27 +50,20 @@ def arguments(linears: Sequence[Linear], like: Tensor, groups: int) -> tuple[lis
         return [], []
     scales, histories = [], []
     for r, scaling in linears:
-        wanted = delayed_roles(r)
-        for role in ROLES:
-            found = getattr(scaling, role) if role in wanted else None
-            if role in wanted:
-                _check(role, found, wanted[role], groups)
-            scales.append(like.new_empty(0, dtype=torch.float32) if found is None else found.scale)
-        keeps = "gradient" in wanted and scaling is not None and scaling.gradient is not None
-        histories.append(
-            scaling.gradient.amax_history  # type: ignore[union-attr]
-            if keeps
-            else like.new_empty(0, dtype=torch.float32)
-        )
+        wanted, own = delayed_roles(r), scaling or Scaling()
+        found = {role: _checked(role, getattr(own, role), fmt, groups) for role, fmt in wanted.items()}
+        scales += [found[role].scale if role in found else like.new_empty(0, dtype=torch.float32) for role in ROLES]
+        histories.append(found["gradient"].amax_history if "gradient" in found else like.new_empty(0, dtype=torch.float32))
     return scales, histories
 
 
-def _check(role: str, found: RoleScaling | None, fmt: FP8Delayed, groups: int) -> None:
+def _checked(role: str, found: RoleScaling | None, fmt: FP8Delayed, groups: int) -> RoleScaling:
     if found is None:
         raise ValueError(f"the recipe's {role} is FP8Delayed but scaling has no {role}; layers of blockscale.nn keep it themselves")
     shapes = (("scale", found.scale, (groups,)), ("amax_history", found.amax_history, (fmt.history, groups)))
     for name, t, shape in shapes:
         checks.shape(f"scaling.{role}.{name}", checks.dtype(f"scaling.{role}.{name}", t, (torch.float32,)), shape, "by group")
+    return found
 
 
 def of_linear(r: Recipe, scales: list[Tensor], histories: list[Tensor], index: int) -> tuple[dict[str, Tensor], Tensor | None]:

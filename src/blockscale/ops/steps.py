@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from blockscale.formats import Format, parse
+from blockscale.formats import Format, FP8Delayed, parse
 from blockscale.layouts import PLANES
 from blockscale.ops.operands import kept_planes
 from blockscale.recipes import Recipe, parse_recipe
@@ -55,10 +55,12 @@ _OUTPUTS = {
 def _plain(name: str, values: Values) -> tuple[Steps, Steps]:
     kinds = {"quantize": "quantize", "grouped_gemm": "gemm", "activation": "activation"}
     kind = next((k for prefix, k in kinds.items() if name.startswith(prefix)), "routing")
-    named = [values[key] for key in ("fmt", "a_format", "b_format") if values.get(key)]
+    formats = tuple(parse(values[key]) for key in ("fmt", "a_format", "b_format") if values.get(key))
+    if kind == "gemm":
+        formats = tuple(f.stored("rowwise") for f in formats)  # each is the format of one plane
     what = f"{name} to {parse(values['fmt']).label}" if "fmt" in values else name
     differentiable = kind == "routing" or name == "activation"
-    return [Step(kind, what, tuple(map(parse, named)))], [Step(kind, f"{name} backward")] if differentiable else []
+    return [Step(kind, what, formats)], [Step(kind, f"{name} backward")] if differentiable else []
 
 
 def _to(fmt: Format | None, what: str, planes: tuple[str, ...], note: str = "") -> Steps:
@@ -66,7 +68,8 @@ def _to(fmt: Format | None, what: str, planes: tuple[str, ...], note: str = "") 
     if fmt is None or not planes:
         return []
     label = fmt.label if len(planes) > 1 else fmt.of(planes[0]).label
-    formats = (fmt,) if fmt.from_row and "columnwise" in planes else tuple(fmt.stored(p) for p in planes)
+    whole = isinstance(fmt, FP8Delayed) or (fmt.from_row and "columnwise" in planes)
+    formats = (fmt,) if whole else tuple(fmt.stored(p) for p in planes)
     return [Step("quantize", f"{what} to {label}, {'both planes' if len(planes) > 1 else planes[0]}{note}", formats)]
 
 
