@@ -4,10 +4,12 @@ import shutil
 
 import pytest
 import torch
+from composed import scaling_of
 from support import LATER_RECIPES, RECIPES, assert_all_same, normal, offsets_of
 from torch.library import opcheck
 
 import blockscale as bs
+from blockscale.ops.delayed import arguments
 from blockscale.ops.weight_cache import WeightCache
 from blockscale.ops.wgrad_queue import WgradQueue
 
@@ -17,7 +19,7 @@ M4, NR = bs.MXFP4(), bs.NVFP4(row_scaled=True, four_over_six="mse")
 MX, NV, FT, FB = bs.MXFP8(), bs.NVFP4(hadamard=True, stochastic=True), bs.FP8Tensor("e5m2"), bs.FP8Block()
 RNG = torch.tensor([3, 1])
 FEW = [RECIPES[name] for name in ("bf16", "mxfp8_hybrid", "nvfp4", "fp8_current", "fp8_block")]
-FEW += [LATER_RECIPES[name] for name in ("custom", "planes", "dequantized_nvfp4", "weight_only")]
+FEW += [LATER_RECIPES[name] for name in ("custom", "planes", "dequantized_nvfp4", "weight_only", "delayed")]
 
 
 class Setting:
@@ -137,12 +139,25 @@ def activation_backward_quantize(s):
 
 
 # alive while the operators that hold their tickets run
+def quantize_scaled(s):
+    for fmt, offsets in ((bs.FP8Delayed(), None), (bs.FP8Delayed("e5m2"), s.offsets)):
+        scale = torch.full((1 if offsets is None else s.G,), 3.0)
+        yield s.x, offsets, fmt.spec(), True, offsets is None, "compact", scale
+
+
+def kept(s, recipe, *linears):
+    """(scales, histories) of delayed formats."""
+    return arguments([(recipe.of(name), scaling_of(recipe.of(name), s.G, 1)) for name in linears], s.x, s.G)
+
+
 CACHES, QUEUE = (WeightCache(), WeightCache()), WgradQueue()
 
 
 def grouped_linear(s):
     for recipe in FEW:
-        yield s.leaf("x"), s.leaf("w1"), s.offsets, s.leaf("b1"), s.leaf("probs"), RNG, [], None, None, [], [], recipe.spec(), True
+        state = kept(s, recipe, "linear")
+        leaves = s.leaf("x"), s.leaf("w1"), s.offsets, s.leaf("b1"), s.leaf("probs")
+        yield *leaves, RNG, [], None, None, *state, recipe.spec(), True
     main = [torch.ones_like(s.w1)]
     yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, None, main, None, None, [], [], RECIPES["mxfp8"].spec(), True
     yield s.x, s.w1, s.offsets, None, None, None, [], None, None, [], [], RECIPES["fp8_block"].spec(), False
@@ -152,27 +167,29 @@ def grouped_linear(s):
 
 def grouped_linear_backward(s):
     for recipe in FEW:
-        saved = OPS.grouped_linear(s.x, s.w1, s.offsets, None, None, None, [], None, None, [], [], recipe.spec(), True)[1:]
+        state = kept(s, recipe, "linear")
+        saved = OPS.grouped_linear(s.x, s.w1, s.offsets, None, None, None, [], None, None, *state, recipe.spec(), True)[1:]
         x = s.x if recipe.of("linear").saved_plane is None else None
         tensors = s.h, x, saved, s.w1, s.offsets, s.b1, s.probs, RNG
         for main, needs in (([], [True] * 4), ([torch.ones_like(s.w1)], [False, True, False, False])):
-            yield *tensors, main, None, None, [], [], recipe.spec(), False, needs
-        yield *tensors, [], CACHES[0].ticket, QUEUE.ticket.clone(), [], [], recipe.spec(), True, [True] * 4
+            yield *tensors, main, None, None, *kept(s, recipe, "linear"), recipe.spec(), False, needs
+        yield *tensors, [], CACHES[0].ticket, QUEUE.ticket.clone(), *state, recipe.spec(), True, [True] * 4
 
 
 def grouped_mlp(s):
     for recipe in FEW:
-        leaves = [s.leaf(n) for n in ("x", "w1", "w2", "probs", "b1", "b2")]
-        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], [], None, [], [], recipe.spec(), "swiglu", 4, True, False
+        leaves, state = [s.leaf(n) for n in ("x", "w1", "w2", "probs", "b1", "b2")], kept(s, recipe, "fc1", "fc2")
+        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], [], None, *state, recipe.spec(), "swiglu", 4, True, False
         tickets = [c.ticket for c in CACHES], QUEUE.ticket.clone()
-        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], *tickets, [], [], recipe.spec(), "swiglu", 4, True, True
+        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], *tickets, *state, recipe.spec(), "swiglu", 4, True, True
     main, tensors = [torch.ones_like(s.w1), torch.ones_like(s.w2)], (s.leaf("x"), s.leaf("w1"), s.leaf("w2"), s.offsets)
     yield *tensors, None, None, None, None, main, [], None, [], [], RECIPES["mxfp8"].spec(), "situ", 0, True, False
 
 
 def grouped_mlp_backward(s):
     for recipe in FEW:
-        args = s.x, s.w1, s.w2, s.offsets, s.probs, s.b1, s.b2, None, [], [], None, [], [], recipe.spec(), "swiglu", 0, True
+        state = kept(s, recipe, "fc1", "fc2")
+        args = s.x, s.w1, s.w2, s.offsets, s.probs, s.b1, s.b2, None, [], [], None, *state, recipe.spec(), "swiglu", 0, True
         x = s.x if recipe.of("fc1").saved_plane is None else None
         others = (s.w1, s.w2, s.offsets, s.probs, s.b1, s.b2, RNG)
         _, h, *saved = OPS.grouped_mlp(*args, False)
@@ -180,10 +197,25 @@ def grouped_mlp_backward(s):
             ([], [True] * 6),
             ([torch.ones_like(s.w1), torch.ones_like(s.w2)], [False, True, True, False, False, True]),
         ):
-            yield s.dy, x, h, saved, *others, main, [], None, [], [], recipe.spec(), "swiglu", 0, False, needs
+            yield (
+                s.dy,
+                x,
+                h,
+                saved,
+                *others,
+                main,
+                [],
+                None,
+                *kept(s, recipe, "fc1", "fc2"),
+                recipe.spec(),
+                "swiglu",
+                0,
+                False,
+                needs,
+            )
         tickets = [c.ticket for c in CACHES], QUEUE.ticket.clone()
         saved = OPS.grouped_mlp(*args, True)[1:]
-        yield s.dy, x, None, saved, *others, [], *tickets, [], [], recipe.spec(), "swiglu", 0, True, [True] * 6
+        yield s.dy, x, None, saved, *others, [], *tickets, *state, recipe.spec(), "swiglu", 0, True, [True] * 6
 
 
 def router(s):
@@ -222,6 +254,7 @@ CALLS = {
         quantize_out,
         quantize_grouped,
         quantize_grouped_out,
+        quantize_scaled,
         grouped_gemm,
         grouped_gemm_wgrad_out,
         activation,
