@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-from blockscale.formats import MXFP4, MXFP8, NVFP4, Format, FP8Block, FP8Delayed, FP8Tensor, parse
+from blockscale.formats import MXFP4, MXFP8, NVFP4, Format, FP8Block, FP8Delayed, FP8Tensor, Hybrid, parse
 
 _HIGH_PRECISION = "bf16"
 
@@ -141,12 +141,43 @@ def MXFP8Training(  # noqa: N802
     )
 
 
-def NVFP4Training(hadamard: bool = True, stochastic: bool = True) -> Recipe:  # noqa: N802
+def NVFP4Training(  # noqa: N802
+    hadamard: bool = True, stochastic: bool = True, row_scaled: bool = False, four_over_six: str | None = None
+) -> Recipe:
     """NVFP4 everywhere: 16x16 weights, Hadamard transform for wgrad, stochastic rounding of gradients.
 
-    Source: "Pretraining large language models with NVFP4", NVIDIA 2025.
+    Args:
+        hadamard: transform input and gradient along M before their columnwise quantization.
+        stochastic: round gradients stochastically.
+        row_scaled: inputs and gradients have a float32 scale a row of each plane; weights one a tensor (group).
+        four_over_six: None, "mae" or "mse": of the weights.
+
+    Source: "Pretraining large language models with NVFP4", NVIDIA 2025; "Four over six", Cook et al. 2025.
     """
-    return Recipe(NVFP4(hadamard=hadamard), NVFP4((16, 16)), NVFP4(hadamard=hadamard, stochastic=stochastic))
+    return Recipe(
+        NVFP4(hadamard=hadamard, row_scaled=row_scaled),
+        NVFP4((16, 16), four_over_six=four_over_six),
+        NVFP4(hadamard=hadamard, stochastic=stochastic, row_scaled=row_scaled),
+    )
+
+
+def NVFP4ForwardTraining(gradient_element: str = "e4m3") -> Recipe:  # noqa: N802
+    """NVFP4 for the forward product, MXFP8 for both products of the backward pass: hybrid planes of input and weight.
+
+    Args:
+        gradient_element: "e4m3" or "e5m2".
+    """
+    planes = Hybrid(NVFP4(), MXFP8())
+    return Recipe(planes, planes, MXFP8(gradient_element))
+
+
+def MXFP4Training(weight_block: tuple[int, int] = (32, 32)) -> Recipe:  # noqa: N802
+    """MXFP4 everywhere.
+
+    Args:
+        weight_block: of weights, (32, 32) or (1, 32).
+    """
+    return Recipe(MXFP4(), MXFP4(weight_block), MXFP4())
 
 
 def FP8CurrentTraining(gradient_element: str = "e5m2") -> Recipe:  # noqa: N802
