@@ -53,7 +53,10 @@ def _custom(role: str, linear: str) -> bs.formats.Format | None:
 #: recipes beyond those of the first version
 LATER_RECIPES = {
     "mxfp4": recipes.Recipe(MX4, bs.MXFP4((32, 32)), MX4),
+    "mxfp4_training": recipes.MXFP4Training((1, 32)),
     "nvfp4_rows": recipes.Recipe(bs.NVFP4(row_scaled=True), bs.NVFP4((16, 16), four_over_six="mse"), bs.NVFP4(row_scaled=True)),
+    "nvfp4_rows_training": recipes.NVFP4Training(row_scaled=True, four_over_six="mae"),
+    "nvfp4_forward": recipes.NVFP4ForwardTraining("e5m2"),
     "w4a8": recipes.W4A8Training(),
     "w4a8_nvfp4": recipes.W4A8Training(bs.NVFP4((16, 16)), "e5m2"),
     "custom": recipes.CustomTraining(_custom),
