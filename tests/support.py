@@ -6,7 +6,7 @@ Legend: M rows, K inputs, N outputs, G groups, H hidden, I intermediate. Nothing
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -219,6 +219,7 @@ def operand64(q: bs.GroupedTensor, which: str) -> list[Tensor]:
 
     The columnwise plane of a Hadamard format comes transformed, in whole blocks of 16 rows.
     """
+    q = replace(q, format=q.format.stored(which))
     return [_decode(q, which, g, s) for g, s in enumerate(spans(q))]
 
 

@@ -5,6 +5,8 @@ import itertools
 
 import pytest
 import torch
+from oracle import formats as oracle
+from oracle import inputs
 from oracle.check import assert_same
 from support import calc_diff, normal, offsets_of
 
@@ -57,6 +59,27 @@ def test_each_plane_is_its_formats(row, column, source):
     group = both.group(2)
     same_plane(group.rowwise, first.group(2).rowwise, "group")
     same_plane(group.columnwise, want.group(2).columnwise, "group")
+
+
+@pytest.mark.parametrize("source", ["original", "rowwise_dequantized"])
+@pytest.mark.parametrize("kind", inputs.KINDS)
+def test_planes_against_the_oracle(kind, source):
+    """Each pair of kinds in turn, from what the numpy oracle makes of the tensor and of its own row plane's values."""
+    names = ("MXFP8", "MXFP4", "NVFP4", "FP8Tensor", "FP8Block")
+    for seed, (one, other) in enumerate(itertools.product(names, names)):
+        row, column = oracle.Format(one), oracle.Format(other)
+        x, exact = inputs.tensor(kind, 40, 70, seed, ("float32", "bfloat16", "float16")[seed % 3])
+        want_row = oracle.quantize(exact, row)["rowwise"]
+        seen = exact if source == "original" else oracle.dequantize(want_row, row, "rowwise", exact.shape)
+        want_column = oracle.quantize(seen, column)["columnwise"]
+        got = bs.quantize(x, bs.Hybrid(getattr(bs, one)(), getattr(bs, other)(), source), columnwise=True)
+        for which, fmt, want in (("rowwise", row, want_row), ("columnwise", column, want_column)):
+            plane, note = got.planes[which], f"{one} {other} {which}"
+            assert_same(plane.data, want.data, f"{note} data")
+            assert_same(plane.scale, oracle.scale_buffer(want, fmt, which, "compact"), f"{note} scale")
+            assert (plane.amax is None) == (want.amax is None)
+            if want.amax is not None:
+                assert_same(plane.amax, want.amax, f"{note} amax")
 
 
 def test_planes_are_closer_when_one_is_made_from_the_other():
