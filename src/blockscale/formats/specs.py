@@ -5,109 +5,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import ClassVar
 
-
-def _check(name: str, value: object, legal: tuple[object, ...]) -> None:
-    if value not in legal:
-        raise ValueError(f"{name}={value!r} is not legal; it must be one of {', '.join(map(repr, legal))}")
-
-
-@dataclass(frozen=True)
-class Format:
-    """What all formats have in common; not to be made directly.
-
-    Each has ``columnwise_source``: "original" quantizes the columnwise plane from the tensor, "rowwise_dequantized" from
-    the float32 values of the rowwise plane, so that both planes stand for nearly the same numbers.
-    """
-
-    kind: ClassVar[str]
-    _spec: ClassVar[str]
-    #: options that came later: they stand in the text only when they differ from the default, so that old texts stay the same
-    _later: ClassVar[tuple[str, ...]] = ("columnwise_source",)
-    #: type of the block scales: "e8m0" and "e4m3" are codes with layouts, "float32" is not
-    scale_type: ClassVar[str] = "float32"
-    #: whether planes carry a global amax
-    has_amax: ClassVar[bool] = False
-    #: whether the only scales are one float32 a tensor (or group)
-    per_tensor: ClassVar[bool] = False
-    #: whether the columnwise plane is stored transposed, (K, M)
-    transposed: ClassVar[bool] = False
-
-    @property
-    def packed(self) -> bool:
-        """Whether two elements share a byte (E2M1); a row is then stored in whole blocks."""
-        return self.element_name == "e2m1"
-
-    @property
-    def has_codes(self) -> bool:
-        """Whether block scales are one-byte codes, which have layouts."""
-        return self.scale_type != "float32"
-
-    @property
-    def scales_rows(self) -> bool:
-        """Whether each row of the stored plane has a global scale of its own."""
-        return bool(getattr(self, "row_scaled", False))
-
-    @property
-    def is_2d(self) -> bool:
-        """Whether a scale belongs to a square block, the same in both planes."""
-        block = getattr(self, "block", (1, 1))
-        return bool(block[0] > 1)
-
-    @property
-    def block_length(self) -> int:
-        """Elements along the contraction that share a scale (0: all)."""
-        return int(getattr(self, "block", (0, 0))[1])
-
-    @property
-    def element_name(self) -> str:
-        """Name of the element type, whether the format has a choice of it or not."""
-        return str(getattr(self, "element"))  # noqa: B009  (a field of some formats, a constant of others)
-
-    @property
-    def label(self) -> str:
-        """A short name for tables, such as ``MXFP8 E4M3 1x32``: what differs from the defaults is named."""
-        block = getattr(self, "block", None)
-        parts = [type(self).__name__, self.element_name.upper(), *(["x".join(map(str, block))] if block else [])]
-        shown = {"element", "block"}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name not in shown and value != f.default:
-                parts.append(f.name if value is True else f"{f.name}={value}")
-        return " ".join(parts)
-
-    def spec(self) -> str:
-        """The string form, such as ``mxfp8:element=e4m3:block=1x32:scale_rounding=up:nan=propagate``."""
-        return self._spec
-
-    def of(self, plane: str) -> Format:
-        """The format of a plane: of all but :class:`Hybrid`, this one."""
-        return self
-
-    def stored(self, plane: str) -> Format:
-        """The format that reads a plane's bytes: without what only says how they were made."""
-        own = self.of(plane)
-        return replace(own, columnwise_source="original") if own.from_row else own  # type: ignore[call-arg]
-
-    @property
-    def from_row(self) -> bool:
-        """Whether the columnwise plane is quantized from the values of the rowwise one instead of from the tensor."""
-        return bool(getattr(self, "columnwise_source", "original") == "rowwise_dequantized")
-
-    def __post_init__(self) -> None:
-        """Make the text once: torch.compile would take the numbers of a second format for symbolic sizes as it traced this."""
-        parts = [self.kind]
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name not in self._later or value != f.default:
-                parts.append(f"{f.name}={'x'.join(map(str, value)) if isinstance(value, tuple) else value}")
-        object.__setattr__(self, "_spec", ":".join(parts))
-        _check("columnwise_source", getattr(self, "columnwise_source", "original"), ("original", "rowwise_dequantized"))
-        if self.from_row and self.is_2d:
-            raise ValueError("columnwise_source='rowwise_dequantized' is for blocks of one row; a square block serves both planes")
+from blockscale.formats.base import Format, check
 
 
 @dataclass(frozen=True)
@@ -131,10 +33,10 @@ class MXFP8(Format):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check("element", self.element, ("e4m3", "e5m2"))
-        _check("block", self.block, ((1, 32), (32, 32)))
-        _check("scale_rounding", self.scale_rounding, ("up", "floor"))
-        _check("nan", self.nan, ("propagate", "ignore"))
+        check("element", self.element, ("e4m3", "e5m2"))
+        check("block", self.block, ((1, 32), (32, 32)))
+        check("scale_rounding", self.scale_rounding, ("up", "floor"))
+        check("nan", self.nan, ("propagate", "ignore"))
 
 
 @dataclass(frozen=True)
@@ -161,9 +63,9 @@ class MXFP4(Format):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check("block", self.block, ((1, 32), (32, 32)))
-        _check("scale_rounding", self.scale_rounding, ("up", "floor"))
-        _check("nan", self.nan, ("propagate", "ignore"))
+        check("block", self.block, ((1, 32), (32, 32)))
+        check("scale_rounding", self.scale_rounding, ("up", "floor"))
+        check("nan", self.nan, ("propagate", "ignore"))
 
 
 @dataclass(frozen=True)
@@ -201,17 +103,17 @@ class NVFP4(Format):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check("block", self.block, ((1, 16), (16, 16)))
-        _check("hadamard", self.hadamard, (False, True))
-        _check("stochastic", self.stochastic, (False, True))
-        _check("nan", self.nan, ("propagate", "ignore"))
+        check("block", self.block, ((1, 16), (16, 16)))
+        check("hadamard", self.hadamard, (False, True))
+        check("stochastic", self.stochastic, (False, True))
+        check("nan", self.nan, ("propagate", "ignore"))
         if self.hadamard and self.is_2d:
             raise ValueError("hadamard=True is not legal with block=(16, 16): the two planes would not agree")
-        _check("row_scaled", self.row_scaled, (False, True))
+        check("row_scaled", self.row_scaled, (False, True))
         if self.row_scaled and self.is_2d:
             raise ValueError("row_scaled=True is not legal with block=(16, 16): the rows of a block would need scales of their own")
-        _check("four_over_six", self.four_over_six, (None, "mae", "mse"))
-        _check("scale_max", self.scale_max, (448, 256) if self.four_over_six else (448,))
+        check("four_over_six", self.four_over_six, (None, "mae", "mse"))
+        check("scale_max", self.scale_max, (448, 256) if self.four_over_six else (448,))
         if self.four_over_six and (self.hadamard or self.stochastic):
             raise ValueError(f"four_over_six={self.four_over_six!r} is not legal with hadamard or stochastic")
 
@@ -274,8 +176,8 @@ class FP8Delayed(Format):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check("element", self.element, ("e4m3", "e5m2"))
-        _check("algorithm", self.algorithm, ("max", "most_recent"))
+        check("element", self.element, ("e4m3", "e5m2"))
+        check("algorithm", self.algorithm, ("max", "most_recent"))
         for name, value, low, high in (("history", self.history, 1, 2**20), ("margin", self.margin, -64, 64)):
             if not isinstance(value, int) or not low <= value <= high:
                 raise ValueError(f"{name}={value!r} is not legal; it must be an integer in {low}..{high}")
@@ -308,7 +210,7 @@ class FP8Block(Format):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check("block", self.block, ((1, 128), (128, 128)))
+        check("block", self.block, ((1, 128), (128, 128)))
         _check_fp8(self.element, self.power_of_two, self.eps)
 
 
@@ -334,7 +236,7 @@ class Hybrid(Format):
                 raise ValueError(f"{name} is FP8Delayed, whose scale belongs to both planes; it cannot be one of a Hybrid")
             if fmt.from_row:
                 raise ValueError(f"{name} has a columnwise_source; give it to Hybrid, whose planes it relates")
-        _check("columnwise_source", self.columnwise_source, ("original", "rowwise_dequantized"))
+        check("columnwise_source", self.columnwise_source, ("original", "rowwise_dequantized"))
         text = ";".join((self.kind, self.rowwise.spec(), self.columnwise.spec(), self.columnwise_source))
         object.__setattr__(self, "_spec", text)
 
@@ -365,8 +267,8 @@ class Hybrid(Format):
 
 
 def _check_fp8(element: str, power_of_two: bool, eps: float) -> None:
-    _check("element", element, ("e4m3", "e5m2"))
-    _check("power_of_two", power_of_two, (False, True))
+    check("element", element, ("e4m3", "e5m2"))
+    check("power_of_two", power_of_two, (False, True))
     if not isinstance(eps, (int, float)) or not 0.0 <= eps < float("inf"):
         raise ValueError(f"eps={eps!r} is not legal; it must be finite and >= 0")
 
