@@ -7,6 +7,7 @@ import blockscale as bs
 
 X = torch.ones(40, 32)
 ROWS = bs.NVFP4(row_scaled=True)
+FROZEN, OFFSETS = bs.quantize_grouped(torch.ones(1, 8, 32), None, bs.MXFP4(), columnwise=True), torch.tensor([0, 40])
 MX, Recipe = bs.MXFP8(), bs.recipes.Recipe
 TURNED = bs.quantize_grouped(torch.ones(1, 32, 16), None, bs.NVFP4(hadamard=True), columnwise=True)
 
@@ -40,6 +41,14 @@ WRONG = [
     (lambda: bs.recipes.parse_recipe("bf16|bf16"), r"has 2 parts; input\|weight\|gradient"),
     (lambda: bs.recipes.MXFP8Training().with_backward("dequantized").with_backward("quantized"), r"needs a gradient format"),
     (lambda: bs.grouped_gemm(X, TURNED, role="dgrad", offsets=torch.tensor([0, 40])), r"hadamard is True for b; the columnwise"),
+    (
+        lambda: bs.frozen_linear(X, FROZEN, OFFSETS, recipe=bs.recipes.MXFP8Training().with_backward("dequantized")),
+        r"recipe has backward='dequantized'; a frozen layer has only quantized weights",
+    ),
+    (
+        lambda: bs.frozen_linear(X, FROZEN, OFFSETS, recipe=bs.recipes.FP8DelayedTraining()),
+        r"recipe has FP8Delayed inputs or gradients; a frozen layer keeps no amax history",
+    ),
 ]
 WRONG_TYPES = [
     (lambda: bs.Hybrid(MX, bs.Hybrid(MX, MX)), r"columnwise is Hybrid; a format of one plane such as MXFP8\(\) is needed"),

@@ -3,6 +3,17 @@
 import pytest
 import torch
 from composed import scaling_of
+from operator_calls import (
+    frozen_linear,
+    frozen_linear_backward,
+    frozen_mlp,
+    frozen_mlp_backward,
+    permute,
+    router,
+    router_backward,
+    unpermute,
+    unpermute_backward,
+)
 from support import LATER_RECIPES, RECIPES, normal, offsets_of
 from torch.library import opcheck
 
@@ -216,35 +227,6 @@ def grouped_mlp_backward(s):
         yield s.dy, x, None, saved, *others, [], *tickets, *state, recipe.spec(), "swiglu", 0, True, [True] * 6
 
 
-def router(s):
-    yield normal(s.rows, 6, seed=1).requires_grad_(), 2, "softmax", True
-    yield normal(s.rows, 6, seed=1).requires_grad_(), 6, "sigmoid", False
-
-
-def router_backward(s):
-    for _, k, score, normalize in router(s):
-        probs, ids, scores = OPS.router(normal(s.rows, 6, seed=1), k, score, normalize)
-        yield probs, scores, probs, ids, scores, score, normalize
-
-
-def permute(s):
-    ids = torch.arange(2 * s.rows).view(s.rows, 2) % 5
-    yield s.leaf("x"), ids, 5, None
-    yield s.leaf("x"), ids, 5, torch.rand(ids.shape).requires_grad_()
-
-
-def unpermute(s):
-    for x, ids, experts, probs in permute(s):
-        out = bs.permute(x.detach(), ids, experts)
-        yield out.x.requires_grad_(), out.row_map, probs
-
-
-def unpermute_backward(s):
-    for y, row_map, probs in unpermute(s):
-        y, probs = (None, None) if probs is None else (y.detach(), probs.detach())
-        yield s.x, row_map, 2 * s.rows, y, probs
-
-
 CALLS = {
     f.__name__: f
     for f in (
@@ -263,6 +245,10 @@ CALLS = {
         grouped_linear_backward,
         grouped_mlp,
         grouped_mlp_backward,
+        frozen_linear,
+        frozen_linear_backward,
+        frozen_mlp,
+        frozen_mlp_backward,
         router,
         router_backward,
         permute,

@@ -11,9 +11,12 @@ from blockscale.layouts import offsets_from_sizes
 from blockscale.ops.activation import activation
 from blockscale.ops.activation_quantize import activation_backward_quantize, activation_quantize
 from blockscale.ops.explain import Explanation, explain
+from blockscale.ops.frozen_linear import frozen_linear
+from blockscale.ops.frozen_mlp import frozen_mlp
 from blockscale.ops.grouped_gemm import grouped_gemm
 from blockscale.ops.grouped_linear import grouped_linear
 from blockscale.ops.grouped_mlp import grouped_mlp
+from blockscale.ops.low_rank import LowRank
 from blockscale.ops.quantize import quantize, quantize_grouped
 from blockscale.ops.routing import Permuted, permute, unpermute
 from blockscale.recipes import autocast
@@ -40,6 +43,7 @@ __all__ = [
     "FP8Tensor",
     "GroupedTensor",
     "Hybrid",
+    "LowRank",
     "Permuted",
     "Plane",
     "activation",
@@ -50,6 +54,8 @@ __all__ = [
     "convert_model",
     "explain",
     "formats",
+    "frozen_linear",
+    "frozen_mlp",
     "grouped_gemm",
     "grouped_linear",
     "grouped_mlp",

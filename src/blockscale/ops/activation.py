@@ -51,8 +51,8 @@ def check_activation(h: Tensor, probs: Tensor | None, offsets: Tensor | None, in
         raise ValueError(f"h has shape {tuple(h.shape)}; [rows, columns] is needed")
     if h.dtype not in DTYPES:
         raise TypeError(f"h has dtype {h.dtype}; it must be one of {DTYPES}")
-    if interleave is not None and interleave < 1:
-        raise ValueError(f"interleave={interleave} is not legal; it must be None or at least 1")
+    if interleave is not None:
+        checks.count("interleave", interleave)
     if probs is not None:
         if probs.dtype != torch.float32:
             raise TypeError(f"probs has dtype {probs.dtype}; it must be torch.float32")

@@ -48,7 +48,7 @@ def activation_quantize(
         TypeError, ValueError: naming the argument, its value and what is legal.
     """
     parsed = parse(act)
-    check_activation(h, probs, offsets, interleave)
+    check_activation(h, probs, checks.offsets(offsets), interleave)
     check_options(fmt, rowwise, columnwise, layout, ("compact", "swizzled"))
     rng = check_rng(rng, None, fmt, h)
     tensors = torch.ops.blockscale.activation_quantize(
@@ -81,7 +81,7 @@ def activation_backward_quantize(
         (dh quantized (M, W), ds float32 (M,) or None without probs, dbias float32 (G, W)); dbias sums the rounded dh.
     """
     parsed = parse(act)
-    check_activation(h, probs, offsets, interleave)
+    check_activation(h, probs, checks.offsets(offsets), interleave)
     checks.same_device(h=h, dy=checks.dtype("dy", dy, (h.dtype,)))
     checks.shape("dy", dy, (h.shape[0], parsed.out_width(h.shape[1], interleave)), "the shape of the activation")
     check_options(fmt, rowwise, columnwise, layout, ("compact", "swizzled"))

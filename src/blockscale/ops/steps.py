@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from blockscale.formats import Format, FP8Delayed, parse
@@ -28,7 +28,12 @@ Steps = list[Step]
 
 def steps(name: str, values: Values) -> tuple[Steps, Steps]:
     """The steps of operator ``name`` called with ``values`` (by argument name): forward, backward."""
-    special: dict[str, Callable[[Values], tuple[Steps, Steps]]] = {"grouped_linear": _linear, "grouped_mlp": _mlp}
+    special: dict[str, Callable[[Values], tuple[Steps, Steps]]] = {
+        "grouped_linear": _linear,
+        "grouped_mlp": _mlp,
+        "frozen_linear": _frozen_linear,
+        "frozen_mlp": _frozen_mlp,
+    }
     return special[name](values) if name in special else _plain(name, values)
 
 
@@ -46,6 +51,8 @@ def outputs(name: str, values: Values) -> tuple[str, ...]:
 
 
 _OUTPUTS = {
+    "frozen_linear": ("y",),
+    "frozen_mlp": ("y", "h (pre-activation)"),
     "permute": ("permuted x", "permuted probs", "offsets", "row map"),
     "router": ("probs", "ids", "scores"),
     "unpermute": ("y",),
@@ -76,8 +83,11 @@ def _to(fmt: Format | None, what: str, planes: tuple[str, ...], note: str = "") 
 class _Layer:
     """The steps of one linear, whose operands have names."""
 
-    def __init__(self, r: Recipe, x: str, w: str, dy: str, cached: bool, later: bool) -> None:
+    def __init__(
+        self, r: Recipe, x: str, w: str, dy: str, cached: bool = False, later: bool = False, weight: Format | None = None
+    ) -> None:
         self.r, self.x, self.w, self.dy = r, x, w, dy
+        self.w_format = r.weight if weight is None else weight
         self.cached, self.later = ", once a weight version" if cached else "", ", in backward_dw()" if later else ""
 
     def input(self, planes: tuple[str, ...] = ()) -> Steps:
@@ -109,8 +119,8 @@ class _Layer:
     def gemm(self, what: str, role: str) -> Steps:
         """One of its products."""
         a, b, planes = {
-            "forward": (self.r.input, self.r.weight, ("rowwise", "rowwise")),
-            "dgrad": (self.r.gradient, self.r.weight, ("rowwise", "columnwise")),
+            "forward": (self.r.input, self.w_format, ("rowwise", "rowwise")),
+            "dgrad": (self.r.gradient, self.w_format, ("rowwise", "columnwise")),
             "wgrad": (self.r.gradient, self.r.input, ("columnwise", "columnwise")),
         }[role]
         if role != "forward" and self.r.backward != "quantized":
@@ -158,5 +168,49 @@ def _mlp(values: Values) -> tuple[Steps, Steps]:
         *one.gemm("dW1 = dh^T x", "wgrad"),
         *one.weight_again(),
         *one.gemm("dx = dh W1", "dgrad"),
+    ]
+    return forward, backward
+
+
+def _adapter(present: bool, names: str, x: str, dy: str) -> tuple[Steps, Steps]:
+    """The products of a low-rank adapter of a frozen weight: forward; backward."""
+    if not present:
+        return [], []
+    a, b, t = (f"{letter}{names}" for letter in "ABt")
+    forward = [f"{t} = {x} {a}^T", f"{t} {b}^T, added"]
+    backward = [f"d{t} = {dy} {b}", f"{t} = {x} {a}^T, again", f"d{a} = d{t}^T {x}", f"d{b} = {dy}^T {t}", f"d{t} {a}, added"]
+    return [Step("gemm", what) for what in forward], [Step("gemm", what) for what in backward]
+
+
+def _frozen_linear(values: Values) -> tuple[Steps, Steps]:
+    r = parse_recipe(values["recipe"]).of("linear")
+    one = _Layer(r, "x", "weight", "dy", weight=parse(values["weight_format"]))
+    forward, backward = _adapter(values["lora_a"] is not None, "", "x", "dy")
+    return (
+        [*one.input(), *one.gemm("y = x W^T", "forward"), *forward],
+        [*_to(r.gradient, "dy", ("rowwise",)), *one.gemm("dx = dy W", "dgrad"), *backward],
+    )
+
+
+def _frozen_mlp(values: Values) -> tuple[Steps, Steps]:
+    recipe, act = parse_recipe(values["recipe"]), values["act"].partition(":")[0]
+    one = _Layer(recipe.of("fc1"), "x", "w1", "dh", weight=parse(values["w1_format"]))
+    two = _Layer(recipe.of("fc2"), "a", "w2", "dy", weight=parse(values["w2_format"]))
+    first, first_back = _adapter(values["lora1_a"] is not None, "1", "x", "dh")
+    second, second_back = _adapter(values["lora2_a"] is not None, "2", "a", "dy")
+    pre: Steps = [*one.input(), *one.gemm("h = x W1^T", "forward"), *first]
+    again: Steps = [] if values["save_h"] else [replace(s, what=f"{s.what}, again") for s in pre]
+    activation = Step("activation", f"a = {act}(h)")
+    forward = [*pre, activation, *two.input(), *two.gemm("y = a W2^T", "forward"), *second]
+    backward: Steps = [
+        *again,
+        *_to(two.r.gradient, "dy", ("rowwise",)),
+        *([replace(activation, what=f"{activation.what}, again")] if second else []),
+        *two.gemm("da = dy W2", "dgrad"),
+        *second_back,
+        Step("activation", "dh and dprobs from da and h"),
+        *_to(one.r.gradient, "dh", ("rowwise",)),
+        *one.gemm("dx = dh W1", "dgrad"),
+        *first_back,
     ]
     return forward, backward
