@@ -6,6 +6,8 @@ Legend: M rows, K inputs, N outputs, G groups, H hidden, I intermediate. Nothing
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -126,6 +128,17 @@ def assert_all_same(got: dict[str, Tensor | None], expected: dict[str, Tensor | 
     assert got.keys() == expected.keys()
     for name in expected:
         assert_same(got[name], expected[name], f"{what} {name}")
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    """torch's number of threads inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 # codes, from their definition

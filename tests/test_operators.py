@@ -19,6 +19,7 @@ from torch.library import opcheck
 
 import blockscale as bs
 from blockscale.ops.delayed import arguments
+from blockscale.ops.tap import Tap
 from blockscale.ops.weight_cache import WeightCache
 from blockscale.ops.wgrad_queue import WgradQueue
 
@@ -147,7 +148,6 @@ def activation_backward_quantize(s):
         yield s.da, *args
 
 
-# alive while the operators that hold their tickets run
 def quantize_scaled(s):
     for fmt, offsets in ((bs.FP8Delayed(), None), (bs.FP8Delayed("e5m2"), s.offsets)):
         scale = torch.full((1 if offsets is None else s.G,), 3.0)
@@ -159,40 +159,41 @@ def kept(s, recipe, *linears):
     return arguments([(recipe.of(name), scaling_of(recipe.of(name), s.G, 1)) for name in linears], s.x, s.G)
 
 
-CACHES, QUEUE = (WeightCache(), WeightCache()), WgradQueue()
+# alive while the operators that hold their tickets run
+CACHES, QUEUE, TAP = (WeightCache(), WeightCache()), WgradQueue(), Tap()
 
 
 def grouped_linear(s):
     for recipe in FEW:
         state = kept(s, recipe, "linear")
         leaves = s.leaf("x"), s.leaf("w1"), s.offsets, s.leaf("b1"), s.leaf("probs")
-        yield *leaves, RNG, [], None, None, *state, recipe.spec(), True
+        yield *leaves, RNG, [], None, None, *state, recipe.spec(), True, None
     main = [torch.ones_like(s.w1)]
-    yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, None, main, None, None, [], [], RECIPES["mxfp8"].spec(), True
-    yield s.x, s.w1, s.offsets, None, None, None, [], None, None, [], [], RECIPES["fp8_block"].spec(), False
+    yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, None, main, None, None, [], [], RECIPES["mxfp8"].spec(), True, None
+    yield s.x, s.w1, s.offsets, None, None, None, [], None, None, [], [], RECIPES["fp8_block"].spec(), False, None
     tickets = CACHES[0].ticket, QUEUE.ticket.clone()
-    yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, None, [], *tickets, [], [], RECIPES["mxfp8"].spec(), True
+    yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, None, [], *tickets, [], [], RECIPES["mxfp8"].spec(), True, TAP.ticket
 
 
 def grouped_linear_backward(s):
     for recipe in FEW:
         state = kept(s, recipe, "linear")
-        saved = OPS.grouped_linear(s.x, s.w1, s.offsets, None, None, None, [], None, None, *state, recipe.spec(), True)[1:]
+        saved = OPS.grouped_linear(s.x, s.w1, s.offsets, None, None, None, [], None, None, *state, recipe.spec(), True, None)[1:]
         x = s.x if recipe.of("linear").saved_plane is None else None
         tensors = s.h, x, saved, s.w1, s.offsets, s.b1, s.probs, RNG
         for main, needs in (([], [True] * 4), ([torch.ones_like(s.w1)], [False, True, False, False])):
-            yield *tensors, main, None, None, *kept(s, recipe, "linear"), recipe.spec(), False, needs
-        yield *tensors, [], CACHES[0].ticket, QUEUE.ticket.clone(), *state, recipe.spec(), True, [True] * 4
+            yield *tensors, main, None, None, *kept(s, recipe, "linear"), recipe.spec(), False, needs, None
+        yield *tensors, [], CACHES[0].ticket, QUEUE.ticket.clone(), *state, recipe.spec(), True, [True] * 4, TAP.ticket
 
 
 def grouped_mlp(s):
     for recipe in FEW:
         leaves, state = [s.leaf(n) for n in ("x", "w1", "w2", "probs", "b1", "b2")], kept(s, recipe, "fc1", "fc2")
-        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], [], None, *state, recipe.spec(), "swiglu", 4, True, False
+        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], [], None, *state, recipe.spec(), "swiglu", 4, True, False, None
         tickets = [c.ticket for c in CACHES], QUEUE.ticket.clone()
-        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], *tickets, *state, recipe.spec(), "swiglu", 4, True, True
+        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], *tickets, *state, recipe.spec(), "swiglu", 4, True, True, TAP.ticket
     main, tensors = [torch.ones_like(s.w1), torch.ones_like(s.w2)], (s.leaf("x"), s.leaf("w1"), s.leaf("w2"), s.offsets)
-    yield *tensors, None, None, None, None, main, [], None, [], [], RECIPES["mxfp8"].spec(), "situ", 0, True, False
+    yield *tensors, None, None, None, None, main, [], None, [], [], RECIPES["mxfp8"].spec(), "situ", 0, True, False, None
 
 
 def grouped_mlp_backward(s):
@@ -201,7 +202,7 @@ def grouped_mlp_backward(s):
         args = s.x, s.w1, s.w2, s.offsets, s.probs, s.b1, s.b2, None, [], [], None, *state, recipe.spec(), "swiglu", 0, True
         x = s.x if recipe.of("fc1").saved_plane is None else None
         others = (s.w1, s.w2, s.offsets, s.probs, s.b1, s.b2, RNG)
-        _, h, *saved = OPS.grouped_mlp(*args, False)
+        _, h, *saved = OPS.grouped_mlp(*args, False, None)
         for main, needs in (
             ([], [True] * 6),
             ([torch.ones_like(s.w1), torch.ones_like(s.w2)], [False, True, True, False, False, True]),
@@ -221,10 +222,17 @@ def grouped_mlp_backward(s):
                 0,
                 False,
                 needs,
+                None,
             )
         tickets = [c.ticket for c in CACHES], QUEUE.ticket.clone()
-        saved = OPS.grouped_mlp(*args, True)[1:]
-        yield s.dy, x, None, saved, *others, [], *tickets, *state, recipe.spec(), "swiglu", 0, True, [True] * 6
+        saved = OPS.grouped_mlp(*args, True, None)[1:]
+        yield s.dy, x, None, saved, *others, [], *tickets, *state, recipe.spec(), "swiglu", 0, True, [True] * 6, TAP.ticket
+
+
+def see(s):
+    yield s.x, TAP.ticket.clone(), 0
+    yield s.leaf("x"), TAP.ticket.clone(), 2
+    yield s.x, torch.tensor([-1, 0]), 1
 
 
 CALLS = {
@@ -254,6 +262,7 @@ CALLS = {
         permute,
         unpermute,
         unpermute_backward,
+        see,
     )
 }
 

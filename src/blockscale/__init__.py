@@ -27,6 +27,7 @@ from blockscale.ops import registry as _registry  # isort: skip
 _registry.finish()
 
 from blockscale import nn  # isort: skip  # noqa: E402  (knows the operators above)
+from blockscale.watching import Watch, WatchStop, watch  # isort: skip  # noqa: E402
 from blockscale.nn.convert import convert_model, restore_model  # isort: skip  # noqa: E402
 from blockscale.nn.delayed import reduce_amax_over, update_scales  # isort: skip  # noqa: E402
 
@@ -46,6 +47,8 @@ __all__ = [
     "LowRank",
     "Permuted",
     "Plane",
+    "Watch",
+    "WatchStop",
     "activation",
     "activation_backward_quantize",
     "activation_quantize",
@@ -72,4 +75,5 @@ __all__ = [
     "save",
     "unpermute",
     "update_scales",
+    "watch",
 ]

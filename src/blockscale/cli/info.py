@@ -60,7 +60,7 @@ def _formats_served(device: torch.device) -> str:
     """``"cpu: MXFP8 ..., NVFP4 ...; reference: MXFP4 ..."``: what quantizes each format."""
     served: dict[str, list[str]] = {}
     for fmt in (*(f for f in _FORMATS if not isinstance(f, formats.Hybrid)), *_VARIANTS):
-        served.setdefault(choose("quantize", device, (fmt,)).backend, []).append(fmt.label)
+        served.setdefault(choose("quantize", device, fmt).backend, []).append(fmt.label)
     return "; ".join(f"{backend}: {', '.join(labels)}" for backend, labels in served.items())
 
 

@@ -11,6 +11,7 @@ from blockscale.layouts import offsets_from_sizes
 from blockscale.nn.delayed import ScaledLayer
 from blockscale.ops import checks
 from blockscale.ops.grouped_linear import grouped_linear
+from blockscale.ops.tap import Tap
 from blockscale.ops.weight_cache import WeightCache
 from blockscale.ops.wgrad_queue import WgradQueue
 from blockscale.recipes import Recipe, check_recipe, current_recipe
@@ -34,7 +35,10 @@ class GroupedLinear(ScaledLayer):
     Attributes:
         weight: (G, N, K). bias: (G, N) or None. Both initialised uniformly in +-1/sqrt(K), as torch.nn.Linear.
         wgrad_queue, weight_cache: with delay_wgrad, cache_weights; else None.
+        tap: while somebody watches the layer (``bs.watch``); else None.
     """
+
+    tap: Tap | None = None
 
     def __init__(
         self,
@@ -105,6 +109,7 @@ class GroupedLinear(ScaledLayer):
             main_grad=self.main_grad(),
             cache=self.weight_cache,
             queue=self.wgrad_queue,
+            tap=self.tap,
         )
 
     def backward_dw(self, microbatches: int | None = None) -> None:
@@ -119,7 +124,7 @@ class GroupedLinear(ScaledLayer):
         Raises:
             RuntimeError: nothing waits, or ``delay_wgrad`` is False. ValueError: fewer wait than asked for.
         """
-        delayed(self.wgrad_queue).run([self.weight], [self.main_grad()], microbatches)
+        delayed(self.wgrad_queue).run([self.weight], [self.main_grad()], microbatches, self.tap)
 
     def extra_repr(self) -> str:
         """Sizes and recipe."""

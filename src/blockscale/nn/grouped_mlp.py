@@ -9,6 +9,7 @@ from blockscale.activations import Activation, parse
 from blockscale.nn.grouped_linear import GroupedLinear, delayed, resolve_offsets
 from blockscale.ops import checks
 from blockscale.ops.grouped_mlp import grouped_mlp
+from blockscale.ops.tap import Tap
 from blockscale.ops.wgrad_queue import WgradQueue
 from blockscale.recipes import Recipe, check_recipe, current_recipe
 
@@ -32,7 +33,10 @@ class GroupedMLP(nn.Module):
 
     Attributes:
         fc1.weight (G, 2I or I, H), fc2.weight (G, H, I), and their biases (G, .) or None.
+        tap: while somebody watches the layer (``bs.watch``); else None.
     """
+
+    tap: Tap | None = None
 
     def __init__(
         self,
@@ -102,12 +106,13 @@ class GroupedMLP(nn.Module):
             queue=self.wgrad_queue,
             recompute=self.recompute,
             scaling=(self.fc1.scaling_for(recipe.of("fc1"), G), self.fc2.scaling_for(recipe.of("fc2"), G)),
+            tap=self.tap,
         )
 
     def backward_dw(self, microbatches: int | None = None) -> None:
         """As :meth:`~blockscale.nn.grouped_linear.GroupedLinear.backward_dw`, for both weights."""
         weights, main_grads = [self.fc1.weight, self.fc2.weight], [self.fc1.main_grad(), self.fc2.main_grad()]
-        delayed(self.wgrad_queue).run(weights, main_grads, microbatches)
+        delayed(self.wgrad_queue).run(weights, main_grads, microbatches, self.tap, ("dw1", "dw2"))
 
     def extra_repr(self) -> str:
         """Activation, interleave and recipe."""

@@ -9,6 +9,7 @@ from blockscale.layouts import offsets_from_sizes
 from blockscale.nn.delayed import ScaledLayer
 from blockscale.nn.grouped_linear import delayed, main_grad_of
 from blockscale.ops.grouped_linear import grouped_linear
+from blockscale.ops.tap import Tap
 from blockscale.ops.weight_cache import WeightCache
 from blockscale.ops.wgrad_queue import WgradQueue
 from blockscale.recipes import Recipe, check_recipe, current_recipe
@@ -31,12 +32,14 @@ class Linear(ScaledLayer, nn.Linear):
     Attributes:
         weight: (N, K). bias: (N,) or None.
         wgrad_queue, weight_cache: with delay_wgrad, cache_weights; else None.
+        tap: while somebody watches the layer (``bs.watch``); else None.
     """
 
     recipe: Recipe | None
     accumulate_into_main_grad: bool
     wgrad_queue: WgradQueue | None
     weight_cache: WeightCache | None
+    tap: Tap | None = None
 
     def __init__(
         self,
@@ -102,12 +105,13 @@ class Linear(ScaledLayer, nn.Linear):
             main_grad=None if main_grad is None else main_grad[None],
             cache=self.weight_cache,
             queue=self.wgrad_queue,
+            tap=self.tap,
         )
         return y_MN.view(*x.shape[:-1], self.out_features)
 
     def backward_dw(self, microbatches: int | None = None) -> None:
         """As :meth:`~blockscale.nn.grouped_linear.GroupedLinear.backward_dw`."""
-        delayed(self.wgrad_queue).run([self.weight], [self.main_grad()], microbatches)
+        delayed(self.wgrad_queue).run([self.weight], [self.main_grad()], microbatches, self.tap)
 
     def extra_repr(self) -> str:
         """Sizes and recipe."""

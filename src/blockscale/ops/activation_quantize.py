@@ -16,7 +16,6 @@ from blockscale.formats import parse as parse_format
 from blockscale.ops import backend, checks, registry
 from blockscale.ops.activation import check_activation, run_backward, run_forward
 from blockscale.ops.quantize import check_options, check_rng, fake_grouped
-from blockscale.reference.grouped_gemm import bias_grad
 from blockscale.tensors import GroupedTensor, planes_from_list
 
 
@@ -144,7 +143,7 @@ def _backward(
     checks.offset_values(offsets, h.shape[0])
     dh, ds = run_backward(dy, h, probs, offsets, act, interleave)
     planes = backend.quantize(dh, offsets, parse_format(fmt), rowwise, columnwise, layout, None, rng)
-    return [*planes, ds, bias_grad(dh, offsets)]
+    return [*planes, ds, backend.bias_grad(dh, offsets)]
 
 
 def _backward_fake(

@@ -169,8 +169,8 @@ class _Recorder(TorchDispatchMode):
             self.keep += made
             self._note_cached(name, values)
             forward, backward = steps(name, values)
-            self.forward += [Stage("forward", s.what, choose(s.kind, device, s.formats)) for s in forward]
-            self.backward = [Stage("backward", s.what, choose(s.kind, device, s.formats)) for s in backward] + self.backward
+            self.forward += [Stage("forward", s.what, choose(s.kind, device, *s.formats)) for s in forward]
+            self.backward = [Stage("backward", s.what, choose(s.kind, device, *s.formats)) for s in backward] + self.backward
         return result
 
     def _note_cached(self, name: str, values: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from blockscale.ops import checks, delayed, registry, stages
 from blockscale.ops.delayed import Scaling
 from blockscale.ops.operands import KeptInput, LinearOperands, fake_saved, kept_planes
 from blockscale.ops.quantize import rng_from
+from blockscale.ops.tap import Seen, Tap, backward_tap, forward_tap
 from blockscale.ops.weight_cache import WeightCache
 from blockscale.ops.wgrad_queue import WgradQueue, find_queue, waiting, without_hooks
 from blockscale.recipes import Recipe, current_recipe, parse_recipe
@@ -32,6 +33,7 @@ def grouped_linear(
     cache: WeightCache | None = None,
     queue: WgradQueue | None = None,
     scaling: Scaling | None = None,
+    tap: Tap | None = None,
 ) -> Tensor:
     """y = x W^T + b, group by group, with quantized operands forward and backward.
 
@@ -49,6 +51,7 @@ def grouped_linear(
         cache: keeps the quantized weight until the weight changes.
         queue: backward leaves dW there, to be computed by ``queue.run``; W gets no gradient until then.
         scaling: scales and histories of the recipe's ``FP8Delayed`` formats; histories take amaxes where grad is enabled.
+        tap: somebody watches: the tensors of both passes are shown to its listeners.
 
     Returns:
         (M, N) in x's dtype, dead rows zero.
@@ -85,6 +88,7 @@ def grouped_linear(
         histories,
         recipe.spec(),
         needs,
+        None if tap is None else tap.ticket,
     )
     if scales and torch.is_grad_enabled():
         delayed.record(linears, outputs)
@@ -137,12 +141,16 @@ def _forward(
     histories: list[Tensor],
     recipe: str,
     save_input: bool,
+    tap: Tensor | None,
 ) -> list[Tensor]:
     checks.offset_values(offsets, x.shape[0])
     r = parse_recipe(recipe).of("linear")
     of, planes = LinearOperands(weight, offsets, r, cache, *delayed.of_linear(r, scales, [], 0)), kept_planes(r, save_input)
     x_q, w_q = of.input(x, planes), of.weight_rows()
     y = stages.forward_gemm(x_q, w_q, offsets, x.dtype, bias, bias_scale)
+    if (watched := forward_tap(tap)) is not None:
+        watched.see_weight("weight", weight, w_q)
+        watched.see_pass([Seen("input", x, x_q), Seen("output", y)], offsets)
     return [y, *stages.plane_tensors(x_q, planes), *of.amaxes(x_q, w_q)]
 
 
@@ -160,6 +168,7 @@ def _forward_fake(
     histories: list[Tensor],
     recipe: str,
     save_input: bool,
+    tap: Tensor | None,
 ) -> list[Tensor]:
     y = x.new_empty((x.shape[0], weight.shape[1]))
     r = parse_recipe(recipe).of("linear")
@@ -184,6 +193,7 @@ def _backward(
     recipe: str,
     copy: bool,
     needs: list[bool],
+    tap: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     r = parse_recipe(recipe).of("linear")
     need_dx, need_dw, need_db, need_ds = needs
@@ -199,6 +209,10 @@ def _backward(
             dw = stages.wgrad_gemm(dy_q, x_q, offsets, weight, main_grads[0] if main_grads else None)
         else:
             find_queue(queue).put([waiting(0, dy_q, x_q, offsets)], copy)
+    if (watched := backward_tap(tap)) is not None:
+        watched.see_pass([Seen("gradient", dy, dy_q), *([Seen("dx", dx)] if need_dx else [])], offsets)
+        if need_dw and queue is None:
+            watched.see_weight("dw", main_grads[0] if main_grads else dw)
     if need_db and bias is not None:
         db = stages.bias_grad(dy, offsets, bias_scale).to(bias.dtype)
     if need_ds and bias is not None:
@@ -223,6 +237,7 @@ def _backward_fake(
     recipe: str,
     copy: bool,
     needs: list[bool],
+    tap: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     need_dx, need_dw, need_db, need_ds = needs
     dx = dy.new_empty((dy.shape[0], weight.shape[2]) if need_dx else 0)
@@ -233,7 +248,8 @@ def _backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weight, offsets, bias, bias_scale, rng, ctx.main_grads, cache, ctx.queue, scales, ctx.histories, ctx.recipe, _ = inputs
+    x, weight, offsets, bias, bias_scale, rng, ctx.main_grads, cache, ctx.queue, scales, ctx.histories = inputs[:11]
+    ctx.recipe, _, ctx.tap = inputs[11:]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     r = parse_recipe(ctx.recipe).of("linear")
@@ -247,31 +263,31 @@ def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     dy = grads[0]
     no_main, no_scales = [None] * len(ctx.main_grads), ([None] * ctx.num_scales, [None] * len(ctx.histories))
     if dy is None:
-        return (None,) * 6 + (no_main, None, None, *no_scales, None, None)
+        return (None,) * 6 + (no_main, None, None, *no_scales, None, None, None)
     x, weight, offsets, bias, bias_scale, rng, cache, *saved = ctx.saved_tensors
     scales, saved = saved[: ctx.num_scales], saved[ctx.num_scales :]
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 3, 4)]
     copy = type(dy) is not Tensor  # traced: the operands will lie in memory that the graph uses again
-    options = (scales, ctx.histories, ctx.recipe, copy, needs)
+    options = (scales, ctx.histories, ctx.recipe, copy, needs, ctx.tap)
     dx, dw, db, ds = torch.ops.blockscale.grouped_linear_backward(
         dy, x, saved, weight, offsets, bias, bias_scale, rng, ctx.main_grads, cache, ctx.queue, *options
     )
     keep = [needs[0], needs[1] and not ctx.main_grads and ctx.queue is None, *needs[2:]]
     dx, dw, db, ds = (g if k else None for g, k in zip((dx, dw, db, ds), keep, strict=True))
-    return dx, dw, None, db, ds, None, no_main, None, None, *no_scales, None, None
+    return dx, dw, None, db, ds, None, no_main, None, None, *no_scales, None, None, None
 
 
 registry.define(
     "grouped_linear(Tensor x, Tensor weight, Tensor offsets, Tensor? bias, Tensor? bias_scale, Tensor? rng,"
-    " Tensor[] main_grads, Tensor? cache, Tensor? queue, Tensor[] scales, Tensor[] histories, str recipe, bool save_input)"
-    " -> Tensor[]",
+    " Tensor[] main_grads, Tensor? cache, Tensor? queue, Tensor[] scales, Tensor[] histories, str recipe, bool save_input,"
+    " Tensor? tap) -> Tensor[]",
     _forward,
     _forward_fake,
 )
 registry.define(
     "grouped_linear_backward(Tensor dy, Tensor? x, Tensor[] saved, Tensor weight, Tensor offsets, Tensor? bias,"
     " Tensor? bias_scale, Tensor? rng, Tensor(a!)[] main_grads, Tensor? cache, Tensor(b!)? queue, Tensor[] scales,"
-    " Tensor(c!)[] histories, str recipe, bool copy, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
+    " Tensor(c!)[] histories, str recipe, bool copy, bool[] needs, Tensor? tap) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )

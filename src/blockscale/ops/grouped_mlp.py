@@ -9,7 +9,6 @@ Legend: M rows (capacity), H hidden, I intermediate, W = columns of the pre-acti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,42 +17,15 @@ from torch import Tensor
 from blockscale.activations import Activation, parse
 from blockscale.ops import checks, registry, stages
 from blockscale.ops import delayed as delayed_scaling
-from blockscale.ops.delayed import Scaling, of_linear
+from blockscale.ops.delayed import Scaling
 from blockscale.ops.grouped_linear import check_bias, check_main_grad, check_weight
-from blockscale.ops.operands import KeptInput, LinearOperands, fake_saved, kept_planes
+from blockscale.ops.mlp_tensors import MLPTensors, Needs
+from blockscale.ops.operands import KeptInput, fake_saved, kept_planes
 from blockscale.ops.quantize import rng_from
+from blockscale.ops.tap import Seen, Tap, backward_tap, forward_tap
 from blockscale.ops.weight_cache import WeightCache
 from blockscale.ops.wgrad_queue import Waiting, WgradQueue, find_queue, waiting, without_hooks
 from blockscale.recipes import Recipe, current_recipe, parse_recipe
-
-
-@dataclass(frozen=True)
-class MLPTensors:
-    """What both passes read besides their operand.
-
-    ``main_grads``: empty, or the float32 buffers of w1 and w2. ``caches``: empty, or the tickets of their caches.
-    """
-
-    w1: Tensor
-    w2: Tensor
-    offsets: Tensor
-    probs: Tensor | None
-    b1: Tensor | None
-    b2: Tensor | None
-    rng: Tensor | None
-    main_grads: list[Tensor]
-    caches: list[Tensor]
-    scales: list[Tensor]
-    histories: list[Tensor]
-
-    def linears(self, r: Recipe) -> tuple[LinearOperands, LinearOperands]:
-        """Both linears' operands by recipe ``r``."""
-        weights, caches, recipes = (self.w1, self.w2), self.caches or (None, None), (r.of("fc1"), r.of("fc2"))
-        one, two = (
-            LinearOperands(weights[i], self.offsets, recipes[i], caches[i], *of_linear(recipes[i], self.scales, self.histories, i))
-            for i in (0, 1)
-        )
-        return one, two
 
 
 def forward_step(
@@ -62,30 +34,15 @@ def forward_step(
     """[y, h (unless ``recompute``), the planes of x that backward reads, amaxes for the histories of delayed scaling]."""
     fc1, fc2 = t.linears(r)
     planes = kept_planes(fc1.recipe, save_input, recompute)
-    x_q = fc1.input(x, planes)
-    w1_q = fc1.weight_rows()
+    x_q, w1_q = fc1.input(x, planes), fc1.weight_rows()
     h = stages.forward_gemm(x_q, w1_q, t.offsets, x.dtype, t.b1)
-    a_q, w2_q = fc2.input(stages.activation(h, t.offsets, t.probs, act)), fc2.weight_rows()
+    a = stages.activation(h, t.offsets, t.probs, act)
+    a_q, w2_q = fc2.input(a), fc2.weight_rows()
     y = stages.forward_gemm(a_q, w2_q, t.offsets, x.dtype, t.b2, bias_scale=t.probs)
+    t.see_weights(w1_q, w2_q)
+    t.see(Seen("input", x, x_q), Seen("hidden", h), Seen("activation", a, a_q), Seen("output", y))
     kept = [*([] if recompute else [h]), *stages.plane_tensors(x_q, planes)]
     return [y, *kept, *fc1.amaxes(x_q, w1_q), *fc2.amaxes(a_q, w2_q)]
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Which gradients are asked for."""
-
-    x: bool
-    w1: bool
-    w2: bool
-    probs: bool
-    b1: bool
-    b2: bool
-
-    @property
-    def below_w2(self) -> bool:
-        """Whether anything before the second GEMM needs a gradient."""
-        return self.x or self.w1 or self.b1 or self.probs
 
 
 def backward_step(
@@ -130,6 +87,10 @@ def backward_step(
             dw1 = wgrad(0, dh_q, kept.for_wgrad(fc1, dy.shape[0]))
         if n.x:
             dx = stages.dgrad_gemm(dh_q, fc1.weight_for_dgrad(), t.offsets, dy.dtype)
+        t.see(Seen("gradient", dy, dy_q), Seen("da", da), Seen("dh", dh, dh_q), Seen("dx", dx) if n.x else None)
+    else:
+        t.see(Seen("gradient", dy, dy_q))
+    t.see_gradients((dw1, dw2), (n.w1 and delayed is None, n.w2 and delayed is None))
     return dx, dw1, dw2, ds, db1, db2
 
 
@@ -151,6 +112,7 @@ def grouped_mlp(
     queue: WgradQueue | None = None,
     recompute: bool = False,
     scaling: tuple[Scaling | None, Scaling | None] | None = None,
+    tap: Tap | None = None,
 ) -> Tensor:
     """y = s * (W2 act(W1 x + b1) + b2), group by group; differentiable in x, the weights, the biases and probs.
 
@@ -171,6 +133,7 @@ def grouped_mlp(
         queue: backward leaves dW1 and dW2 there, to be computed by ``queue.run``.
         recompute: keep the quantized planes of x that backward needs, or x (see ``Recipe.saved_plane``), and compute h again.
         scaling: of both linears, as in ``grouped_linear``.
+        tap: somebody watches: the tensors of both passes are shown to its listeners.
 
     Returns:
         (M, H') in x's dtype, dead rows zero.
@@ -221,6 +184,7 @@ def grouped_mlp(
         interleave or 0,
         grad and w1.requires_grad,
         grad and recompute,
+        None if tap is None else tap.ticket,
     )
     if scales and grad:
         delayed_scaling.record(linears, outputs)
@@ -247,14 +211,15 @@ def _forward(
     interleave: int,
     save_input: bool,
     recompute: bool,
+    tap: Tensor | None,
 ) -> list[Tensor]:
     checks.offset_values(offsets, x.shape[0])
-    t = MLPTensors(w1, w2, offsets, probs, b1, b2, rng, main_grads, caches, scales, [])
+    t = MLPTensors(w1, w2, offsets, probs, b1, b2, rng, main_grads, caches, scales, [], forward_tap(tap))
     return forward_step(x, t, parse_recipe(recipe), stages.ActivationSpec(act, interleave), save_input, recompute)
 
 
 def _forward_fake(x: Tensor, w1: Tensor, w2: Tensor, offsets: Tensor, *others: Any) -> list[Tensor]:
-    recipe, _, _, save_input, recompute = others[-5:]
+    recipe, _, _, save_input, recompute, _ = others[-6:]
     M = x.shape[0]
     r = parse_recipe(recipe)
     kept = [] if recompute else [x.new_empty((M, w1.shape[1]))]
@@ -284,8 +249,9 @@ def _backward(
     interleave: int,
     copy: bool,
     needs: list[bool],
+    tap: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    t = MLPTensors(w1, w2, offsets, probs, b1, b2, rng, main_grads, caches, scales, histories)
+    t = MLPTensors(w1, w2, offsets, probs, b1, b2, rng, main_grads, caches, scales, histories, backward_tap(tap))
     n, spec = Needs(*needs), stages.ActivationSpec(act, interleave)
     delayed: list[Waiting] | None = None if queue is None else []
     dx, dw1, dw2, ds, db1, db2 = backward_step(dy, h, KeptInput(x, saved, h is None), t, parse_recipe(recipe), spec, n, delayed)
@@ -312,7 +278,7 @@ def _backward_fake(
     queue: Tensor | None,
     *others: Any,
 ) -> tuple[Tensor, ...]:
-    n = Needs(*others[-1])
+    n = Needs(*others[-2])
     own_dw = not main_grads and queue is None
     dx = dy.new_empty((dy.shape[0], w1.shape[2]) if n.x else 0)
     dw1 = w1.new_empty(w1.shape if n.w1 and own_dw else 0)
@@ -327,7 +293,7 @@ def _backward_fake(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, *tensors, ctx.main_grads, caches, ctx.queue, scales, ctx.histories = inputs[:13]
-    ctx.recipe, ctx.act, ctx.interleave, _, ctx.recompute = inputs[13:]
+    ctx.recipe, ctx.act, ctx.interleave, _, ctx.recompute, ctx.tap = inputs[13:]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     r = parse_recipe(ctx.recipe)
@@ -339,7 +305,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     no_main, no_caches = [None] * len(ctx.main_grads), [None] * ctx.num_caches
-    tail = (no_main, no_caches, None, [None] * ctx.num_scales, [None] * len(ctx.histories), *(None,) * 5)
+    tail = (no_main, no_caches, None, [None] * ctx.num_scales, [None] * len(ctx.histories), *(None,) * 6)
     dy = grads[0]
     if dy is None:
         return (None,) * 8 + tail
@@ -349,7 +315,7 @@ def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     h, saved = (None, saved) if ctx.recompute else (saved[0], saved[1:])
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4, 5, 6)]
     copy = type(dy) is not Tensor  # traced: the operands will lie in memory that the graph uses again
-    options = (scales, ctx.histories, ctx.recipe, ctx.act, ctx.interleave, copy, needs)
+    options = (scales, ctx.histories, ctx.recipe, ctx.act, ctx.interleave, copy, needs, ctx.tap)
     dx, dw1, dw2, ds, db1, db2 = torch.ops.blockscale.grouped_mlp_backward(
         dy, x, h, saved, w1, w2, offsets, probs, b1, b2, rng, ctx.main_grads, caches, ctx.queue, *options
     )
@@ -362,15 +328,15 @@ def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 _TENSORS = "Tensor w1, Tensor w2, Tensor offsets, Tensor? probs, Tensor? b1, Tensor? b2, Tensor? rng"
 _OPTIONS = "str recipe, str act, int interleave"
 registry.define(
-    f"grouped_mlp(Tensor x, {_TENSORS}, Tensor[] main_grads, Tensor[] caches, Tensor? queue,"
-    f" Tensor[] scales, Tensor[] histories, {_OPTIONS}, bool save_input, bool recompute) -> Tensor[]",
+    f"grouped_mlp(Tensor x, {_TENSORS}, Tensor[] main_grads, Tensor[] caches, Tensor? queue, Tensor[] scales,"
+    f" Tensor[] histories, {_OPTIONS}, bool save_input, bool recompute, Tensor? tap) -> Tensor[]",
     _forward,
     _forward_fake,
 )
 registry.define(
     f"grouped_mlp_backward(Tensor dy, Tensor? x, Tensor? h, Tensor[] saved, {_TENSORS}, Tensor(a!)[] main_grads,"
-    f" Tensor[] caches, Tensor(b!)? queue, Tensor[] scales, Tensor(c!)[] histories, {_OPTIONS}, bool copy, bool[] needs)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f" Tensor[] caches, Tensor(b!)? queue, Tensor[] scales, Tensor(c!)[] histories, {_OPTIONS}, bool copy, bool[] needs,"
+    " Tensor? tap) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )

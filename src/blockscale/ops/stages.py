@@ -14,7 +14,6 @@ from blockscale.activations import parse as parse_activation
 from blockscale.formats import Format
 from blockscale.ops import backend
 from blockscale.ops.activation import run_backward, run_forward
-from blockscale.reference import grouped_gemm as gemm_reference
 from blockscale.tensors import GroupedTensor, planes_from_list
 
 Operand = GroupedTensor | Tensor
@@ -86,7 +85,7 @@ def wgrad_gemm(dy: Operand, x: Operand, offsets: Tensor, w: Tensor, main_grad: T
 
 def bias_grad(dy: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
     """Sum of each group's rows (times ``scale``), (G, N) float32."""
-    return gemm_reference.bias_grad(dy, offsets, scale)
+    return backend.bias_grad(dy, offsets, scale)
 
 
 def activation(h: Tensor, offsets: Tensor, probs: Tensor | None, act: ActivationSpec) -> Tensor:
@@ -118,4 +117,4 @@ def empty(like: Tensor) -> Tensor:
 
 def row_dot(dy: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     """float32 (M,): dy . bias of the row's group; 0 for a dead row."""
-    return gemm_reference.row_dot(dy, bias, offsets)
+    return backend.row_dot(dy, bias, offsets)

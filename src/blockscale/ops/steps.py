@@ -67,6 +67,9 @@ def _plain(name: str, values: Values) -> tuple[Steps, Steps]:
         formats = tuple(f.stored("rowwise") for f in formats)  # each is the format of one plane
     what = f"{name} to {parse(values['fmt']).label}" if "fmt" in values else name
     differentiable = kind == "routing" or name == "activation"
+    if kind == "activation" and formats:  # joined with quantization
+        planes = tuple(p for p in PLANES if values[p])
+        return [Step(kind, name), *_to(formats[0], "the result", planes)], []
     return [Step(kind, what, formats)], [Step(kind, f"{name} backward")] if differentiable else []
 
 
