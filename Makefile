@@ -18,7 +18,7 @@ test: setup lint
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m slow
 
-# torchao, compressed-tensors and transformers beside the torch that is there
+# torchao, compressed-tensors, ModelOpt and transformers beside the torch that is there
 test-peers: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[peers]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/peers tests/convert tests/test_router_options.py

@@ -175,6 +175,8 @@ def test_a_queue_that_is_gone():
         [],
         None,
         ticket,
+        [],
+        [],
         "bf16|bf16|bf16",
         False,
         [False, True, False, False],

@@ -312,3 +312,27 @@ def test_less_is_kept_than_by_a_layer_that_trains(recipe):
     linear = bs.explain(QuantizedGroupedLinear(G, H, 8, fmt, recipe=r, dtype=torch.bfloat16), x, offsets=offsets)
     assert linear.saved_bytes == seed
     assert str(linear)
+
+
+def test_a_frozen_mlp_reads_each_linears_formats():
+    """W4A8 for fc1, FP8 for fc2, as a custom recipe says: x's gradient is the trained layer's on the same values by bits."""
+    formats = {"fc1": (bs.MXFP8(), bs.MXFP8("e5m2")), "fc2": (bs.FP8Tensor(), None), "linear": (bs.FP8Block(), bs.FP8Block())}
+    weight = bs.MXFP4((32, 32))
+
+    def choose(role, linear):
+        return weight if role == "weight" else formats[linear][role == "gradient"]
+
+    r, offsets = bs.recipes.CustomTraining(choose), offsets_of([5, 0, 33])
+    w1, w2 = normal(3, 32, 64, seed=1), normal(3, 64, 16, seed=2)
+    q1, q2 = (bs.quantize_grouped(w, None, weight, columnwise=True) for w in (w1, w2))
+    results = []
+    for call in (lambda x: bs.frozen_mlp(x, q1, q2, offsets, recipe=r), lambda x: bs.grouped_mlp(x, w1, w2, offsets, recipe=r)):
+        x = normal(40, 64, seed=3).requires_grad_()
+        y = call(x)
+        y.backward(normal(40, 64, seed=4))
+        results.append({"y": y.detach(), "x": x.grad})
+    assert_all_same(results[0], results[1])
+    text = str(bs.explain(lambda x: bs.frozen_mlp(x, q1, q2, offsets, recipe=r), normal(40, 64, seed=3).requires_grad_()))
+    for part in ("x to MXFP8 E4M3 1x32, rowwise", "a to FP8Tensor E4M3, rowwise", "dh to MXFP8 E5M2 1x32, rowwise"):
+        assert part in text
+    assert "dy to" not in text

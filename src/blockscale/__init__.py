@@ -6,7 +6,7 @@ Formats, quantizers and grouped GEMMs at the top; layers in ``blockscale.nn``; w
 from importlib.metadata import version
 
 from blockscale import activations, formats, layouts, recipes
-from blockscale.formats import MXFP4, MXFP8, NVFP4, FP8Block, FP8Tensor
+from blockscale.formats import MXFP4, MXFP8, NVFP4, FP8Block, FP8Delayed, FP8Tensor, Hybrid
 from blockscale.layouts import offsets_from_sizes
 from blockscale.ops.activation import activation
 from blockscale.ops.activation_quantize import activation_backward_quantize, activation_quantize
@@ -29,6 +29,7 @@ _registry.finish()
 from blockscale import nn  # isort: skip  # noqa: E402  (knows the operators above)
 from blockscale.watching import Watch, WatchStop, watch  # isort: skip  # noqa: E402
 from blockscale.nn.convert import convert_model, restore_model  # isort: skip  # noqa: E402
+from blockscale.nn.delayed import reduce_amax_over, update_scales  # isort: skip  # noqa: E402
 
 __version__ = version("blockscale")
 
@@ -39,8 +40,10 @@ __all__ = [
     "BlockScaledTensor",
     "Explanation",
     "FP8Block",
+    "FP8Delayed",
     "FP8Tensor",
     "GroupedTensor",
+    "Hybrid",
     "LowRank",
     "Permuted",
     "Plane",
@@ -67,8 +70,10 @@ __all__ = [
     "quantize",
     "quantize_grouped",
     "recipes",
+    "reduce_amax_over",
     "restore_model",
     "save",
     "unpermute",
+    "update_scales",
     "watch",
 ]

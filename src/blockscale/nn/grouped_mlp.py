@@ -11,7 +11,7 @@ from blockscale.ops import checks
 from blockscale.ops.grouped_mlp import grouped_mlp
 from blockscale.ops.tap import Tap
 from blockscale.ops.wgrad_queue import WgradQueue
-from blockscale.recipes import Recipe
+from blockscale.recipes import Recipe, check_recipe, current_recipe
 
 
 class GroupedMLP(nn.Module):
@@ -63,12 +63,16 @@ class GroupedMLP(nn.Module):
         width = self.activation.pre_width(intermediate)
         self.activation.out_width(width, glu_interleave)
         self.glu_interleave = glu_interleave
-        self.recipe = recipe
+        self.recipe = None if recipe is None else check_recipe(recipe)
         self.recompute = recompute
         self.wgrad_queue = WgradQueue() if delay_wgrad else None
-        shared = (bias, recipe, accumulate_into_main_grad, False, cache_weights, device, dtype)
+        shared = (bias, None, accumulate_into_main_grad, False, cache_weights, device, dtype)
         self.fc1 = GroupedLinear(num_groups, hidden, width, *shared)
         self.fc2 = GroupedLinear(num_groups, intermediate, hidden, *shared)
+        for name, layer in (("fc1", self.fc1), ("fc2", self.fc2)):
+            layer.recipe = recipe  # not given before: what the linear would keep alone may not be what it keeps here
+            if recipe is not None:
+                layer.scaling_for(recipe.of(name), num_groups)
 
     def forward(
         self, x: Tensor, sizes: Tensor | None = None, probs: Tensor | None = None, *, offsets: Tensor | None = None
@@ -85,6 +89,7 @@ class GroupedMLP(nn.Module):
         """
         main1, main2 = self.fc1.main_grad(), self.fc2.main_grad()
         cache1, cache2 = self.fc1.weight_cache, self.fc2.weight_cache
+        recipe, G = current_recipe(self.recipe), self.fc1.num_groups
         return grouped_mlp(
             x,
             self.fc1.weight,
@@ -95,11 +100,12 @@ class GroupedMLP(nn.Module):
             probs=probs,
             b1=self.fc1.bias,
             b2=self.fc2.bias,
-            recipe=self.recipe,
+            recipe=recipe,
             main_grads=None if main1 is None or main2 is None else (main1, main2),
             caches=None if cache1 is None or cache2 is None else (cache1, cache2),
             queue=self.wgrad_queue,
             recompute=self.recompute,
+            scaling=(self.fc1.scaling_for(recipe.of("fc1"), G), self.fc2.scaling_for(recipe.of("fc2"), G)),
             tap=self.tap,
         )
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from blockscale.activations import Activation
-from blockscale.formats import Format
+from blockscale.formats import Format, FP8Delayed, Hybrid
 from blockscale.kernels.cpu import activation as cpu_activation
 from blockscale.kernels.cpu import count as cpu_count
 from blockscale.kernels.cpu import gemm as cpu_gemm
@@ -86,7 +86,7 @@ def _against_cpu(stage: str, device: torch.device, *formats: Format | None) -> s
     if load().library is None:
         return f"plain torch, because the faster cpu backend is not there: {load().why}"
     for fmt in formats:
-        if fmt is not None and not cpu_quantize.covers(fmt):
+        if fmt is not None and (fmt.from_row or not cpu_quantize.covers(fmt)):
             return f"plain torch, because the faster cpu backend has no code for {fmt.label}"
     return None
 
@@ -125,18 +125,31 @@ def quantize(
     amax: Tensor | None,
     rng: Tensor | None,
     out: list[Tensor] | None = None,
+    scale: Tensor | None = None,
 ) -> list[Tensor]:
-    """Planes of x (M, K), grouped by ``offsets`` or plain (None), in the operators' order; in ``out`` when given."""
+    """Planes of x (M, K), grouped by ``offsets`` or plain (None), in the operators' order; in ``out`` when given.
+
+    ``scale`` float32 (G,): of ``FP8Delayed``.
+    """
     if offsets is not None:
         checks.offset_values(offsets, x.shape[0])
+    if isinstance(fmt, Hybrid) and rowwise and columnwise and not fmt.from_row:
+        return [
+            *quantize(x, offsets, fmt.rowwise, True, False, layout, None, rng, None if out is None else out[:3]),
+            *quantize(x, offsets, fmt.columnwise, False, True, layout, None, rng, None if out is None else out[3:]),
+        ]
+    if isinstance(fmt, FP8Delayed) and scale is None:
+        raise ValueError("format fp8delayed quantizes with a scale that is kept between steps, and here is none to give")
+    if not (columnwise and fmt.from_row) and not isinstance(fmt, FP8Delayed):
+        fmt = fmt.stored("rowwise" if rowwise else "columnwise")
     if fast("quantize", x.device, fmt):
         if out is None or _separate(x, out):
             return cpu_quantize.quantize(x, offsets, fmt, rowwise, columnwise, layout, amax, rng, out)
         planes = cpu_quantize.quantize(x, offsets, fmt, rowwise, columnwise, layout, amax, rng)
     elif offsets is None:
-        planes = reference_quantize.quantize(x, fmt, rowwise, columnwise, layout, amax, rng)
+        planes = reference_quantize.quantize(x, fmt, rowwise, columnwise, layout, amax, rng, scale)
     else:
-        planes = reference_quantize.quantize_grouped(x, offsets, fmt, rowwise, columnwise, layout, amax, rng)
+        planes = reference_quantize.quantize_grouped(x, offsets, fmt, rowwise, columnwise, layout, amax, rng, scale)
     if out is None:
         return planes
     for target, source in zip(out, planes, strict=True):
@@ -148,6 +161,14 @@ def _separate(x: Tensor, out: list[Tensor]) -> bool:
     """Whether the kernels can write to ``out`` at once: whole tensors in memory that x does not share."""
     memory = x.untyped_storage().data_ptr()
     return all(t.is_contiguous() and t.untyped_storage().data_ptr() != memory for t in out)
+
+
+def _one_plane(x: GroupedTensor | Tensor, plane: str) -> GroupedTensor | Tensor:
+    """An operand as one plane in the format of its bytes, so that kernels need not know how it was made."""
+    if isinstance(x, Tensor):
+        return x
+    row, column = (x.plane(plane), None) if plane == "rowwise" else (None, x.plane(plane))
+    return replace(x, format=x.format.stored(plane), rowwise=row, columnwise=column)
 
 
 def rows_by_weight(
@@ -162,6 +183,7 @@ def rows_by_weight(
     bias_scale: Tensor | None = None,
 ) -> Tensor:
     """Forward and dgrad: ``reference.grouped_gemm.rows_by_weight`` or the kernel of the same meaning."""
+    a, w = _one_plane(a, "rowwise"), _one_plane(w, "rowwise" if transpose else "columnwise")
     options = {"transpose": transpose, "out_dtype": out_dtype, "bias": bias, "bias_scale": bias_scale}
     if fast("gemm", offsets.device, a, w):
         checks.offset_values(offsets, capacity)
@@ -171,6 +193,7 @@ def rows_by_weight(
 
 def wgrad(dy: GroupedTensor | Tensor, x: GroupedTensor | Tensor, offsets: Tensor, capacity: int) -> Tensor:
     """float32 (G, N, K): ``reference.grouped_gemm.wgrad`` or the kernel of the same meaning."""
+    dy, x = _one_plane(dy, "columnwise"), _one_plane(x, "columnwise")
     if fast("gemm", offsets.device, dy, x):
         checks.offset_values(offsets, capacity)
         return cpu_gemm.wgrad(dy, x, offsets, capacity, product=reference_gemm.product)
@@ -217,6 +240,8 @@ def _live_mask(offsets: Tensor | None, h: Tensor) -> Tensor | None:
 
 def count_into(out: Tensor, x: Tensor, offsets: Tensor, q: GroupedTensor | None, call: int) -> None:
     """``reference.count.count_into`` or the kernel of the same meaning."""
+    one = None if q is None else _one_plane(q, "rowwise")
+    assert not isinstance(one, Tensor)
     if fast("count", x.device) and x.dtype in cpu_quantize.DTYPES:
-        return cpu_count.count_into(out, x, offsets, q, call)
-    return reference_count.count_into(out, x, offsets, q, call)
+        return cpu_count.count_into(out, x, offsets, one, call)
+    return reference_count.count_into(out, x, offsets, one, call)

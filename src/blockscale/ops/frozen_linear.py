@@ -15,6 +15,7 @@ from torch import Tensor
 
 from blockscale.formats import parse
 from blockscale.ops import checks, low_rank, registry, stages
+from blockscale.ops.delayed import delayed_roles
 from blockscale.ops.low_rank import LowRank
 from blockscale.ops.quantize import rng_from
 from blockscale.recipes import Recipe, current_recipe, parse_recipe
@@ -56,13 +57,28 @@ def frozen_linear(
     low_rank.check("lora", lora, offsets.shape[0] - 1, n, x.shape[1])
     a, b, scaling = (None, None, 1.0) if lora is None else (lora.a, lora.b, lora.scaling)
     checks.same_device(x=x, offsets=offsets, weight=weight.offsets, bias=bias_GN, lora_a=a, lora_b=b, rng=rng)
-    recipe = current_recipe(recipe)
+    recipe = frozen_recipe(recipe)
     rng = check_rng(rng, recipe, x)
     tensors, fmt, layout = pack(weight)
     y: Tensor = torch.ops.blockscale.frozen_linear(
         x, tensors, offsets, bias_GN, a, b, rng, fmt, layout, n, float(scaling), recipe.spec()
     )
     return y
+
+
+def frozen_recipe(own: Recipe | None) -> Recipe:
+    """A module's own recipe or the enclosing autocast's, for a frozen layer.
+
+    Raises:
+        ValueError: its backward reads high-precision weights or forward's values, or it keeps state for delayed scaling.
+    """
+    recipe = current_recipe(own)
+    for r in (recipe, *(linear for _, linear in recipe.linears)):
+        if r.backward != "quantized":
+            raise ValueError(f"recipe has backward={r.backward!r}; a frozen layer has only quantized weights: 'quantized'")
+        if any(role != "weight" for role in delayed_roles(r)):
+            raise ValueError("recipe has FP8Delayed inputs or gradients; a frozen layer keeps no amax history")
+    return recipe
 
 
 def check_weight(name: str, w: object, offsets: object, columns: int) -> int:
@@ -138,7 +154,7 @@ def _forward(
     recipe: str,
 ) -> Tensor:
     checks.offset_values(offsets, x.shape[0])
-    x_q = stages.quantize(x, offsets, parse_recipe(recipe).input, rowwise=True, columnwise=False)
+    x_q = stages.quantize(x, offsets, parse_recipe(recipe).of("linear").input, rowwise=True, columnwise=False)
     w = unpack(weight, weight_format, layout, n, x.shape[1], offsets)
     return low_rank.forward(x, x_q, w, offsets, bias, low_rank.make(lora_a, lora_b, scaling))
 
@@ -163,7 +179,7 @@ def _backward(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     need_x, need_lora = needs
-    dy_q = stages.quantize(dy, offsets, parse_recipe(recipe).gradient, rowwise=need_x, columnwise=False, rng=rng)
+    dy_q = stages.quantize(dy, offsets, parse_recipe(recipe).of("linear").gradient, rowwise=need_x, columnwise=False, rng=rng)
     w = unpack(weight, weight_format, layout, dy.shape[1], k, offsets) if need_x else None
     return low_rank.backward(dy, dy_q, x, w, offsets, low_rank.make(lora_a, lora_b, scaling), need_lora)
 

@@ -17,9 +17,18 @@ from torch import Tensor
 
 from blockscale.activations import Activation, parse
 from blockscale.ops import checks, low_rank, registry, stages
-from blockscale.ops.frozen_linear import check_bias, check_column_plane, check_rng, check_weight, fake_grad, pack, unpack
+from blockscale.ops.frozen_linear import (
+    check_bias,
+    check_column_plane,
+    check_rng,
+    check_weight,
+    fake_grad,
+    frozen_recipe,
+    pack,
+    unpack,
+)
 from blockscale.ops.low_rank import LowRank
-from blockscale.recipes import Recipe, current_recipe, parse_recipe
+from blockscale.recipes import Recipe, parse_recipe
 from blockscale.tensors import GroupedTensor
 
 
@@ -38,7 +47,7 @@ class FrozenTensors:
 
     def pre_activation(self, x: Tensor, r: Recipe) -> Tensor:
         """h = W1 x + b1, (M, W) in x's dtype."""
-        x_q = stages.quantize(x, self.offsets, r.input, rowwise=True, columnwise=False)
+        x_q = stages.quantize(x, self.offsets, r.of("fc1").input, rowwise=True, columnwise=False)
         return low_rank.forward(x, x_q, self.w1, self.offsets, self.b1, self.lora[0])
 
 
@@ -46,7 +55,7 @@ def forward_step(x: Tensor, t: FrozenTensors, r: Recipe, act: stages.ActivationS
     """(y, h)."""
     h = t.pre_activation(x, r)
     a = stages.activation(h, t.offsets, t.probs, act)
-    a_q = stages.quantize(a, t.offsets, r.input, rowwise=True, columnwise=False)
+    a_q = stages.quantize(a, t.offsets, r.of("fc2").input, rowwise=True, columnwise=False)
     return low_rank.forward(a, a_q, t.w2, t.offsets, t.b2, t.lora[1], bias_scale=t.probs), h
 
 
@@ -74,14 +83,15 @@ def backward_step(
         h = t.pre_activation(x, r)
     dx, da1, db1 = (stages.empty(dy) for _ in range(3))
     ds = dy.new_empty(0, dtype=torch.float32)
-    dy_q = stages.quantize(dy, t.offsets, r.gradient, rowwise=n.below_w2, columnwise=False, rng=t.rng)
+    one, two = r.of("fc1").gradient, r.of("fc2").gradient
+    dy_q = stages.quantize(dy, t.offsets, two, rowwise=n.below_w2, columnwise=False, rng=t.rng)
     a = stages.activation(h, t.offsets, t.probs, act) if n.lora2 else None
     da, da2, db2 = low_rank.backward(dy, dy_q, a, t.w2 if n.below_w2 else None, t.offsets, t.lora[1], n.lora2)
     if n.below_w2:
         dh, ds = stages.activation_backward(da, h, t.offsets, t.probs, act)
         if n.probs and t.b2 is not None:
             ds = ds + stages.row_dot(dy, t.b2, t.offsets)
-        dh_q = stages.quantize(dh, t.offsets, r.gradient, rowwise=n.x, columnwise=False, rng=stages.next_rng(t.rng, 1))
+        dh_q = stages.quantize(dh, t.offsets, one, rowwise=n.x, columnwise=False, rng=stages.next_rng(t.rng, 1))
         dx, da1, db1 = low_rank.backward(dh, dh_q, x, t.w1 if n.x else None, t.offsets, t.lora[0], n.lora1)
     return dx, ds if n.probs else stages.empty(ds), da1, db1, da2, db2
 
@@ -140,7 +150,7 @@ def frozen_mlp(
     wanted = [t is not None and t.requires_grad for t in (x, probs, *lora)]
     check_column_plane("w1", w1, wanted[0])
     check_column_plane("w2", w2, any(wanted[:4]))
-    recipe = current_recipe(recipe)
+    recipe = frozen_recipe(recipe)
     rng = check_rng(rng, recipe, x)
     planes = (*pack(w1), *pack(w2))
     save_h = torch.is_grad_enabled() and any(wanted) and not checks.flag("recompute", recompute)

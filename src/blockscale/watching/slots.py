@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blockscale.layouts import PLANES
 from blockscale.ops import backend
 from blockscale.ops.tap import Seen
 from blockscale.tensors import GroupedTensor
@@ -151,7 +152,7 @@ class Slots:
             if slot.first_call is None:
                 slot.first_call = call
         if q is not None:
-            slot.format = q.format.label
+            slot.format = q.format.of("rowwise").label
         backend.count_into(slot.table, x, offsets, q, call)
         return slot
 
@@ -191,7 +192,8 @@ class Slots:
 
 def _nan_reaches_the_last(tensors: Sequence[Seen]) -> bool:
     """Whether, on the host at once, the last tensor tells of a NaN in any: products and activations pass it on."""
-    ignored = any(isinstance(t.q, GroupedTensor) and getattr(t.q.format, "nan", "") == "ignore" for t in tensors)
+    formats = [t.q.format.of(plane) for t in tensors if isinstance(t.q, GroupedTensor) for plane in PLANES]
+    ignored = any(getattr(fmt, "nan", "") == "ignore" for fmt in formats)
     return tensors[-1].role in ("output", "dx") and tensors[-1].x.device.type == "cpu" and not ignored
 
 
