@@ -60,6 +60,8 @@ def quantize(
     if x.stride(1) != 1:
         x = x.contiguous()
     M = x.shape[0]
+    if M >= 2**31:
+        raise ValueError(f"x has {M} rows; the GPU kernels count rows in 32 bits: fewer than {2**31} are needed")
     G = None if offsets is None else offsets.numel() - 1
     tensors = empty_planes(x, fmt, G, rowwise, columnwise, layout) if out is None else out
     if G == 0:  # no group, no tile: nothing is live
