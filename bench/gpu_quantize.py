@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,8 +134,7 @@ def main() -> None:
     copies = []
     for rows, columns in SHAPES:
         x = torch.randn(rows, columns, device="cuda").bfloat16()
-        target = torch.empty_like(x)
-        copies.append(2 * x.nbytes / median(lambda: target.copy_(x)))
+        copies.append(2 * x.nbytes / median(partial(torch.empty_like(x).copy_, x)))
         for case in CASES:
             shares[case[0]].append(share(x, copies[-1], case))
         for name, call in peers().items():

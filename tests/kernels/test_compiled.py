@@ -35,14 +35,14 @@ def check(found, count, version=None):
             assert facts["wide"].get("STG", 0) >= 4, facts
 
 
-@pytest.mark.parametrize("arch", ARCHS, ids=ARCHS.values())
-def test_compiled_by_the_installed_triton(arch):
-    check(lines(5, [arch]), 10)
+@pytest.mark.parametrize(("arch", "count"), [(90, 4), (100, 2), (103, 2), (120, 3)], ids=ARCHS.values())
+def test_compiled_by_the_installed_triton(arch, count):
+    check(lines(count, [arch]), 3 * count)
 
 
 @pytest.mark.skipif(not OLDEST.is_dir(), reason="Triton 3.6.0 is not beside the environment: run make setup")
 def test_compiled_by_the_oldest_triton():
-    check(lines(2, [90, 120], [OLDEST]), 6, "3.6.0")
+    check(lines(1, [90, 120], [OLDEST]), 6, "3.6.0")
 
 
 @pytest.mark.slow
