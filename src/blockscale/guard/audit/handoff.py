@@ -21,7 +21,7 @@ State = tuple[int, int, bool]
 
 @dataclass(frozen=True)
 class Handoff:
-    """What a kernel's paths do, as instruction indices.
+    """What a kernel's paths do, as indices of events.
 
     Attributes:
         unhanded: shared writes on a path where only the issuer knows that the store is done.
@@ -67,7 +67,8 @@ _IN_PENDING = sum(1 << _number(state) for state in _STATES if state[2])
 @lru_cache(maxsize=1 << 16)
 def _step_all(kind: int, shallow: bool, maybe: bool, states: int) -> int:
     """`step` over a set of states, one bit each."""
-    after = states if maybe else 0
+    # the issuer arrives in a branch and the others under the opposite guard: on every real path somebody does
+    after = states if maybe and kind != ev.ARRIVE else 0
     for index, state in enumerate(_STATES):
         if states >> index & 1:
             after |= 1 << _number(step(kind, int(shallow), state))
@@ -80,7 +81,7 @@ def judge(events: Events) -> Handoff:
     kinds = events.kind.tolist()
 
     def where(kind: int, states: int) -> tuple[int, ...]:
-        return tuple(int(events.at[i]) for i, here in enumerate(before[:-1]) if kinds[i] == kind and here & states)
+        return tuple(i for i, here in enumerate(before[:-1]) if kinds[i] == kind and here & states)
 
     unhanded = where(ev.SHARED_WRITE, _IN_WAITED)
     undecided = where(ev.SHARED_WRITE, _IN_MAYBE)

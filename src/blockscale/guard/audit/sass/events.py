@@ -55,7 +55,7 @@ class Events:
         maybe: whether it may not happen: it has a guard. For a branch: whether it may fall through.
         target: the event at or behind a branch's or call's target, ``len(at)`` for none.
         depth: for WAIT, how many groups may stay pending.
-        calls_indirect: whether a jump's targets are not known.
+        indirect: whether there is a jump whose targets are not known.
     """
 
     at: Ints
@@ -63,7 +63,7 @@ class Events:
     maybe: npt.NDArray[np.bool_]
     target: Ints
     depth: Ints
-    calls_indirect: bool
+    indirect: bool
 
     def key(self) -> bytes:
         """The same for kernels whose graphs are the same."""
@@ -73,7 +73,7 @@ class Events:
 
 def has_bulk_store(operations: npt.NDArray[np.uint16]) -> bool:
     """A quick look: whether there may be a bulk store at all."""
-    return bool((_TABLE[operations] == BULK_STORE).any())
+    return bool((_TABLE.take(operations) == BULK_STORE).any())
 
 
 def reads_shared_window(code: Words, operations: npt.NDArray[np.uint16]) -> npt.NDArray[np.intp]:
@@ -85,7 +85,7 @@ def reads_shared_window(code: Words, operations: npt.NDArray[np.uint16]) -> npt.
 def extract(code: Words) -> Events:
     """The events of a kernel."""
     operations = fields.opcodes(code)
-    kind = _TABLE[operations]
+    kind = _TABLE.take(operations)
     at = np.flatnonzero(kind)
     low, high, kind, operations_at = code[2 * at], code[2 * at + 1], kind[at], operations[at]
     keep = ~fields.never(low) & _specific(low, high, operations_at)
