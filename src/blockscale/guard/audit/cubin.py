@@ -152,7 +152,9 @@ class Cubin:
             code = np.frombuffer(elf.data, "<u8", size // WORD * 2, offset)
             sizes = declared.get(index, {})
             name = elf.symbol_name(index)
-            kernel = Kernel(name, code, offset, section, self, sizes.get(REGCOUNT), sizes.get(FRAME_SIZE), sizes.get(MIN_STACK_SIZE))
+            kernel = Kernel(
+                name, code, offset, section, self, sizes.get(REGCOUNT), sizes.get(FRAME_SIZE), sizes.get(MIN_STACK_SIZE)
+            )
             found.append(kernel)
         return sorted(found, key=lambda kernel: kernel.file_offset)
 

@@ -119,7 +119,15 @@ class Elf:
         Raises:
             MalformedError: as `string`.
         """
-        return [self.string(self._names, at) for at in self.sections["name"].tolist()]
+        start, size = self._names
+        table = self.data[start : start + size]
+        found = []
+        for at in self.sections["name"].tolist():
+            end = table.find(b"\0", at, at + MAX_NAME)
+            if end < 0:
+                raise MalformedError(f"name at {at:,} of a string table of {size:,} bytes does not end in it")
+            found.append(table[at:end].decode("utf-8", "replace"))
+        return found
 
     @cached_property
     def symbols(self) -> npt.NDArray[np.void]:

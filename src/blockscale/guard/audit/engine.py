@@ -15,7 +15,7 @@ from typing import Any
 from blockscale.guard.audit.cubin import Cubin, Kernel
 from blockscale.guard.audit.elf import Elf
 from blockscale.guard.audit.limits import Limits, MalformedError
-from blockscale.guard.audit.readers import Image, Images, NotChecked, Unit, decompress, plan, read, resolve
+from blockscale.guard.audit.readers import Image, NotChecked, Unit, decompress, plan, read, resolve
 from blockscale.guard.audit.rules import Hit, KernelView, Memory, Options, Rule, Severity, select
 from blockscale.guard.audit.sass.archs import refusal
 
@@ -38,7 +38,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Config:
-    """What to look at. ``arch``: names such as ``"sm_100a"`` (all when empty); ``kernel``: a regular expression, searched in mangled names."""
+    """What to look at. ``arch``: names such as ``"sm_100a"``, empty for all; ``kernel``: a regular expression for mangled names."""
 
     rules: tuple[str, ...] = ()
     arch: tuple[str, ...] = ()
@@ -55,7 +55,6 @@ class Result:
     Attributes:
         kernels: how many were looked at, in all cubins.
         cubins, by_arch: cubins read, kernels by target.
-        unique_cubins: cubins with different bytes.
     """
 
     kernels: int = 0
@@ -205,9 +204,6 @@ def _counted(items: list[NotChecked]) -> list[NotChecked]:
     for item in items:
         counts[item.file, item.what, item.why, item.error] += item.count
     return [NotChecked(*key, count=count) for key, count in counts.items()]
-
-
-__all__ = ["Config", "Finding", "Images", "Result", "Worker", "audit", "audit_files", "select"]
 
 
 def as_json(result: Result) -> dict[str, Any]:

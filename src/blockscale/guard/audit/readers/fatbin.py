@@ -57,7 +57,9 @@ def _read_entry(window: Window, file: str, end: int, limits: Limits) -> Iterator
     fields = ENTRY.unpack(window.peek(ENTRY.size).ljust(ENTRY.size, b"\0"))
     kind, _, header, padded, packed, _, _, _, number, _, _, flags, _, size = fields
     if not ENTRY.size <= header <= MAX_ENTRY_HEADER or padded > end - at - header:
-        raise MalformedError(f"fatbin entry at {at:,} has a header of {header:,} and a payload of {padded:,} bytes; {end - at:,} are left")
+        raise MalformedError(
+            f"fatbin entry at {at:,} has a header of {header:,} and a payload of {padded:,} bytes; {end - at:,} are left"
+        )
     arch = arch_name(number, flags)
     if kind not in (PTX, ELF):
         window.skip(header + padded)

@@ -21,6 +21,7 @@ _PTX_TARGET = re.compile(rb"\.target\s+(sm_\w+)")
 _ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
 EM_CUDA = 190
+_NOBITS = 8
 _ZIP_START = b"PK\x03\x04"
 
 
@@ -75,15 +76,22 @@ def cubin_size(window: Window, limits: Limits) -> int | None:
     _, _, machine, _, _, phoff, shoff, _, _, phentsize, phnum, shentsize, shnum, _ = _ELF_HEADER.unpack(head)
     if machine != EM_CUDA or shentsize != _SECTION_HEADER.size:
         return None
+    limits.check_image(shoff + shnum * shentsize, "cubin")
     if shnum == 0:
-        limits.check_image(shoff + _SECTION_HEADER.size, "cubin")
-        first = window.peek(shoff + _SECTION_HEADER.size)[shoff:]
-        if len(first) < _SECTION_HEADER.size:
+        first = window.peek(shoff + shentsize)[shoff:]
+        if len(first) < shentsize:
             return None
         shnum = _SECTION_HEADER.unpack(first)[5]
-    size = max(shoff + shnum * shentsize, phoff + phnum * phentsize)
-    limits.check_image(size, "cubin")
-    return size
+    end = max(shoff + shnum * shentsize, phoff + phnum * phentsize)
+    limits.check_image(end, "cubin")
+    sections = window.peek(shoff + shnum * shentsize)[shoff:]
+    # the table may lie before what it describes
+    whole = len(sections) // shentsize * shentsize
+    for _, kind, _, _, offset, size, _, _, _, _ in _SECTION_HEADER.iter_unpack(sections[:whole]):
+        if kind != _NOBITS and offset + size > end:
+            end = offset + size
+    limits.check_image(end, "cubin")
+    return end
 
 
 def _ptx(window: Window, file: str, head: bytes, limits: Limits) -> Iterator[Image | NotChecked]:

@@ -25,7 +25,9 @@ def cache_folders() -> dict[str, Path]:
     home, user = Path.home(), getpass.getuser()
     temporary = Path(tempfile.gettempdir())
     return {
-        "triton-cache": Path(os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or home) / ".triton" / "cache"),
+        "triton-cache": Path(
+            os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or home) / ".triton" / "cache"
+        ),
         "inductor-cache": Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or temporary / f"torchinductor_{user}"),
         "cute-cache": Path(os.environ.get("CUTE_DSL_CACHE_DIR") or temporary / user / "cutlass_python_cache"),
         "flashinfer-cache": Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or home) / ".cache" / "flashinfer",

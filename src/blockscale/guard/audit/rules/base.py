@@ -24,7 +24,7 @@ _REMEMBERED = 1 << 16
 
 @dataclass(frozen=True)
 class Hit:
-    """A rule's finding in one kernel. ``offset``: program counter, bytes from the start of the kernel; None for the kernel as a whole."""
+    """A rule's finding in one kernel. ``offset``: program counter in bytes; None for the kernel as a whole."""
 
     offset: int | None
     detail: str
@@ -97,10 +97,6 @@ class KernelView:
         """Program counter of an event."""
         assert self.events is not None
         return int(self.events.at[event]) * WORD
-
-    def text_digest(self) -> bytes:
-        """The same for kernels with the same instructions."""
-        return hashlib.blake2b(self.kernel.code, digest_size=16).digest()
 
 
 class Memory:

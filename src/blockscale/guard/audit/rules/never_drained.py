@@ -1,8 +1,8 @@
 """``never-drained``: a block may end while a bulk store is pending.
 
 What: an exit is reachable from a bulk store with no ``wait_group 0`` between.
-Why: shared memory is given to the next block while the store may still read it. Hardware is believed to hold the block's shared memory until
-then, and CUTLASS relies on it too: a note, not an error.
+Why: shared memory is given to the next block while the store may still read it. Hardware is believed to hold the block's
+shared memory until then, and CUTLASS relies on it too: a note, not an error.
 Evidence: the same dataflow as ``tma-handoff``.
 What it cannot see: which thread exits: an exit of threads that never issued a store counts when a path leads there.
 """

@@ -1,10 +1,12 @@
 """``stack``: a thread needs more stack than a context reserves by default.
 
 What: the frame or the least stack that the compiler declares is beyond the limit (1,024 bytes, ``--stack-limit`` changes it).
-Why: 1,024 bytes a thread is what a context reserves; a kernel that needs more makes the driver reserve more for every thread the device
-can hold, at its first launch and outside any allocator. A frame is also local memory: spills and indexed arrays travel to DRAM.
+Why: 1,024 bytes a thread is what a context reserves; a kernel that needs more makes the driver reserve more for every thread
+the device can hold, at its first launch and outside any allocator. A frame is also local memory: spills and indexed arrays
+travel to DRAM.
 Evidence: EIATTR_FRAME_SIZE and EIATTR_MIN_STACK_SIZE, as the compiler wrote them.
-What it cannot see: recursion and calls through pointers (their stack is unknown to the compiler too); what driver calls need (see ``syscall``).
+What it cannot see: recursion and calls through pointers (their stack is unknown to the compiler too); what driver calls need
+(see ``syscall``).
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """``syscall``: an instruction became a call into the driver.
 
-What: the kernel calls an undefined ``__cuda_syscall_*`` function, which only the driver can provide. The compiler does this when the target
-lacks an instruction: on sm_120 and sm_121 every bulk load from global memory into ``shared::cluster`` (tensor or not).
-Why: the call needs a stack of some 14 KB a thread, which the driver reserves for every thread that the device can hold, outside any
-allocator and for the life of the context: 3.4 GiB on 170 SMs. Each load also costs a call.
+What: the kernel calls an undefined ``__cuda_syscall_*`` function, which only the driver can provide. The compiler does this
+when the target lacks an instruction: on sm_120 and sm_121 every bulk load from global memory into ``shared::cluster`` (tensor
+or not).
+Why: the call needs a stack of some 14 KB a thread, which the driver reserves for every thread that the device can hold,
+outside any allocator and for the life of the context: 3.4 GiB on 170 SMs. Each load also costs a call.
 Evidence: the compiler's own records (EIATTR_EXTERNS and EIATTR_SYSCALL_OFFSETS); no heuristic.
 What it cannot see: the stack that the driver will ask for (it is not in the file); whether the kernel is ever launched.
 """
@@ -38,7 +39,7 @@ def check(view: KernelView) -> Iterator[Hit | Undecided]:
     where = f" at {pcs(offsets)}" if offsets else ""
     yield Hit(
         offsets[0] if offsets else None,
-        f"calls {', '.join(called)}{where}; the driver reserves {STACK_BYTES[0]:,} to {STACK_BYTES[1]:,} B of stack a thread for it, "
+        f"calls {', '.join(called)}{where}; the driver reserves {STACK_BYTES[0]:,} to {STACK_BYTES[1]:,} B of stack a thread, "
         f"{low:.2f} to {high:.2f} GiB on 170 SMs",
     )
 

@@ -1,7 +1,7 @@
 """The instructions that order shared memory, as a small graph: what a dataflow over hand-offs needs and nothing else.
 
-A kernel of thousands of instructions has some hundred events, and many kernels of one template have the same graph: `Events.key`
-lets a rule judge each graph once.
+A kernel of thousands of instructions has some hundred events, and many kernels of one template have the same graph:
+`Events.key` lets a rule judge each graph once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Fields of 128-bit instructions, whole arrays at a time.
 
-A text is an array of 64-bit halves: instruction i is ``code[2 * i]`` (bits 0-63) and ``code[2 * i + 1]`` (bits 64-127). The low 12 bits
-name the operation and the form of its operands, bits 12-15 the guard predicate (7 is always true, bit 15 negates).
+A text is an array of 64-bit halves: instruction i is ``code[2 * i]`` (bits 0-63) and ``code[2 * i + 1]`` (bits 64-127). The
+low 12 bits name the operation and the form of its operands, bits 12-15 the guard predicate (7 is always true, bit 15
+negates).
 """
 
 from __future__ import annotations
