@@ -33,12 +33,10 @@ audit_app = typer.Typer(
     cls=_ScanByDefault,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Read the kernels of any library, without a GPU, and say which carry known faults. `audit TARGET...` is `audit scan TARGET...`.",
+    help="Read the kernels of any library, without a GPU, and say which carry known faults. `audit X` is `audit scan X`.",
 )
 
-_Targets = Annotated[
-    list[str], typer.Argument(help="Files, wheels, folders, installed packages, or triton-cache, inductor-cache, cute-cache.")
-]
+_TARGETS = "Files, wheels, folders, installed packages; triton-cache, inductor-cache, cute-cache, flashinfer-cache."
 _Rule = Annotated[list[str], typer.Option("--rule", help="Only this rule (repeatable); also turns on experimental ones.")]
 _Arch = Annotated[list[str], typer.Option("--arch", help="Only this target, such as sm_100a (repeatable).")]
 _Kernel = Annotated[str | None, typer.Option("--kernel", metavar="REGEX", help="Only kernels whose mangled name matches.")]
@@ -49,18 +47,14 @@ _AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document i
 
 @audit_app.command()
 def scan(
-    targets: Annotated[list[str] | None, typer.Argument(help=_Targets.__metadata__[0].help)] = None,
+    targets: Annotated[list[str] | None, typer.Argument(help=_TARGETS)] = None,
     pid: Annotated[int | None, typer.Option(help="Audit the libraries that a running process has loaded.")] = None,
     rule: _Rule = [],  # noqa: B006
     arch: _Arch = [],  # noqa: B006
     kernel: _Kernel = None,
     stack_limit: _StackLimit = 1024,
-    fail_on: Annotated[
-        str, typer.Option(help="Least severity that gives exit status 1: note, warning, error or never.")
-    ] = "warning",
-    baseline: Annotated[
-        Path | None, typer.Option(help="JSON report of an earlier run; only findings beyond it are shown and count.")
-    ] = None,
+    fail_on: Annotated[str, typer.Option(help="Least severity for exit status 1: note, warning, error, never.")] = "warning",
+    baseline: Annotated[Path | None, typer.Option(help="JSON report of an earlier run; only findings beyond it count.")] = None,
     jobs: _Jobs = 0,
     as_json: _AsJson = False,
     json_out: Annotated[Path | None, typer.Option(help="Write the JSON report to this file, besides what is printed.")] = None,
@@ -120,9 +114,8 @@ def diff(
         print_json({"fixed": [vars(f) for f in change.fixed], "brought": [vars(f) for f in change.brought], "kept": change.kept})
     else:
         out, _ = consoles()
-        out.print(
-            f"{before.kernels:,} -> {after.kernels:,} kernels; {len(change.fixed):,} findings gone, {change.kept:,} kept, {len(change.brought):,} new"
-        )
+        gone, fresh = len(change.fixed), len(change.brought)
+        out.print(f"{before.kernels:,} -> {after.kernels:,} kernels; findings: {gone:,} gone, {change.kept:,} kept, {fresh:,} new")
         for title, findings in (("gone", change.fixed), ("new", change.brought)):
             if findings:
                 out.print(table_to_rich(_families(title, findings)))
@@ -196,7 +189,7 @@ def _families(title: str, findings: list[Finding]) -> Table:
     for finding in findings:
         groups.setdefault((finding.severity, finding.rule, finding.arch, family(finding.kernel)), []).append(finding)
     ordered = sorted(groups.items(), key=lambda item: (-levels.index(item[0][0]), item[0][1], -len(item[1]), item[0]))
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"severity": severity, "rule": rule, "arch": arch, "kernels": len(members), "family": name, "example": members[0].detail}
         for (severity, rule, arch, name), members in ordered[:_SHOWN]
     ]

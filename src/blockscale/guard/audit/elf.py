@@ -158,5 +158,13 @@ class Elf:
         """
         if not 0 <= index < len(self.symbols):
             raise MalformedError(f"symbol {index} of {len(self.symbols)}")
+        return self.string(self._symbol_strings, self._symbol_names[index])
+
+    @cached_property
+    def _symbol_strings(self) -> tuple[int, int]:
         found = np.flatnonzero(self.sections["type"] == SYMTAB)
-        return self.string(self.span(int(self.sections[found[0]]["link"])), int(self.symbols[index]["name"]))
+        return self.span(int(self.sections[found[0]]["link"]))
+
+    @cached_property
+    def _symbol_names(self) -> list[int]:
+        return self.symbols["name"].tolist()
