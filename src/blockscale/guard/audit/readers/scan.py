@@ -16,7 +16,8 @@ from blockscale.guard.audit.readers.model import Image, NotChecked
 from blockscale.guard.audit.readers.window import Stream, Window
 
 _STARTS = re.compile(re.escape(MAGIC) + rb"|\x7fELF\x02\x01")
-_PTX_START = re.compile(rb"\A\s*(?://[^\n]*\n\s*|/\*.*?\*/\s*)*\.version\s+\d+\.\d+", re.DOTALL)
+_PTX_START = re.compile(rb"\.version[ \t]+\d+\.\d+")
+_SPACE = re.compile(rb"[\s\0]*")
 _PTX_TARGET = re.compile(rb"\.target\s+(sm_\w+)")
 _ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
@@ -32,7 +33,7 @@ def scan(stream: Stream, file: str, limits: Limits) -> Iterator[Image | NotCheck
     if head.startswith(_ZIP_START):
         yield NotChecked(file, "archive", "an archive inside an archive is not opened; unpack it and audit the folder")
         return
-    if _PTX_START.match(head):
+    if is_ptx(head):
         yield from _ptx(window, file, head, limits)
         return
     try:
@@ -40,6 +41,23 @@ def scan(stream: Stream, file: str, limits: Limits) -> Iterator[Image | NotCheck
             yield from _at_start(window, file, limits)
     except MalformedError as error:
         yield NotChecked(file, "rest of the file", str(error), error=True)
+
+
+def is_ptx(head: bytes) -> bool:
+    """Whether the first thing behind spaces and comments is PTX's version line. Linear: one pattern for it would backtrack."""
+    at = 0
+    while True:
+        space = _SPACE.match(head, at)
+        at = space.end() if space else at
+        if head.startswith(b"//", at):
+            end, width = head.find(b"\n", at), 1
+        elif head.startswith(b"/*", at):
+            end, width = head.find(b"*/", at + 2), 2
+        else:
+            return _PTX_START.match(head, at) is not None
+        if end < 0:
+            return False
+        at = end + width
 
 
 def _at_start(window: Window, file: str, limits: Limits) -> Iterator[Image | NotChecked]:
