@@ -160,7 +160,12 @@ def stacks(bad: bool) -> str:
     for number in range(12):
         size = 1040 + 512 * number if bad else 64 * (number + 1)
         name = f"{'bad' if bad else 'good'}_local_{size}"
-        lines = [f".local .align 16 .b8 space[{size}];", "mov.u64 %rd4, space;", "and.b32 %r7, %r5, 15;", "mul.wide.u32 %rd5, %r7, 4;"]
+        lines = [
+            f".local .align 16 .b8 space[{size}];",
+            "mov.u64 %rd4, space;",
+            "and.b32 %r7, %r5, 15;",
+            "mul.wide.u32 %rd5, %r7, 4;",
+        ]
         lines += ["add.s64 %rd6, %rd4, %rd5;", "st.local.b32 [%rd6], %r1;", f"ld.local.b32 %r8, [%rd4+{size - 4}];"]
         found.append(kernel(name, *lines, "st.global.b32 [%rd3], %r8;"))
     return "".join(found)
@@ -187,7 +192,9 @@ def compile_ptx(source: str, target: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         text, cubin = Path(folder, "k.ptx"), Path(folder, "k.cubin")
         text.write_text(_HEADER.format(target=target) + source)
-        done = subprocess.run([str(compiler), f"-arch={target}", str(text), "-o", str(cubin)], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [str(compiler), f"-arch={target}", str(text), "-o", str(cubin)], capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise RuntimeError(done.stderr or done.stdout)
         return cubin.read_bytes()

@@ -13,9 +13,9 @@ from blockscale.guard.audit.sass import events as ev
 from blockscale.guard.audit.sass.events import Events
 
 _UNTOUCHED, _WRITTEN, _HANDED = range(3)
-#: no store; pending; its issuer has waited; has then arrived at an mbarrier; someone has then waited there
-_CLEAN, _PENDING, _WAITED, _ARRIVED, _MAYBE = range(5)
-_PHASES = 5
+#: no store; pending; its issuer has waited; has then arrived at an mbarrier, which may carry the news
+_CLEAN, _PENDING, _WAITED, _MAYBE = range(4)
+_PHASES = 4
 State = tuple[int, int, bool]
 
 
@@ -47,9 +47,7 @@ def step(kind: int, depth: int, state: State) -> State:
     if kind == ev.BARRIER:
         return _HANDED if data == _WRITTEN else data, _PENDING if phase == _PENDING else _CLEAN, pending
     if kind == ev.ARRIVE:
-        return data, _ARRIVED if phase == _WAITED else phase, pending
-    if kind == ev.TRY_WAIT:
-        return data, _MAYBE if phase == _ARRIVED else phase, pending
+        return data, _MAYBE if phase == _WAITED else phase, pending
     return state
 
 
@@ -59,7 +57,7 @@ def _number(state: State) -> int:
 
 _STATES: list[State] = [(data, phase, bool(pending)) for data in range(3) for phase in range(_PHASES) for pending in range(2)]
 START = 1 << _number((_UNTOUCHED, _CLEAN, False))
-_IN_WAITED = sum(1 << _number(state) for state in _STATES if state[1] in (_WAITED, _ARRIVED))
+_IN_WAITED = sum(1 << _number(state) for state in _STATES if state[1] == _WAITED)
 _IN_MAYBE = sum(1 << _number(state) for state in _STATES if state[1] == _MAYBE)
 _IN_PENDING = sum(1 << _number(state) for state in _STATES if state[2])
 

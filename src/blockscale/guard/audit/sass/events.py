@@ -14,7 +14,7 @@ import numpy.typing as npt
 from blockscale.guard.audit.sass import fields
 from blockscale.guard.audit.sass.fields import Ints, Words
 
-(NONE, BRANCH, EXIT, CALL, INDIRECT, SHARED_WRITE, BULK_STORE, COMMIT, WAIT, BARRIER, ARRIVE, TRY_WAIT, PROXY_FENCE) = range(13)
+NONE, BRANCH, EXIT, CALL, INDIRECT, SHARED_WRITE, BULK_STORE, WAIT, BARRIER, ARRIVE = range(10)
 
 _BRA, _BRA_U = 0x947, 0x547
 _KINDS: dict[int, tuple[int, ...]] = {
@@ -27,14 +27,11 @@ _KINDS: dict[int, tuple[int, ...]] = {
     SHARED_WRITE: (0x388, 0x988, 0x844, 0xFAE, 0x385, 0x985),
     # UTMASTG, UTMAREDG, UBLKCP (only from shared to global), UBLKRED
     BULK_STORE: (0x3B5, 0x3B6, 0x3BA, 0x3BB),
-    COMMIT: (0x9B7,),
     WAIT: (0x91A,),
     BARRIER: (0xB1D, 0x31D, 0x51D, 0x91D),
     ARRIVE: (0x9A7,),
-    TRY_WAIT: (0x5A7,),
-    PROXY_FENCE: (0x3C6,),
 }
-_TABLE = np.zeros(4096, np.uint8)
+_TABLE: npt.NDArray[np.uint8] = np.zeros(4096, np.uint8)
 for _kind, _operations in _KINDS.items():
     _TABLE[list(_operations)] = _kind
 
