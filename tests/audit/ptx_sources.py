@@ -171,7 +171,35 @@ def stacks(bad: bool) -> str:
     return "".join(found)
 
 
-SOURCES = {"tma-handoff": handoff, "never-drained": drained, "syscall": loads, "stack": stacks}
+_ACCESSES = {
+    "store": "st.b32 [%rd8+4], %r1;",
+    "store2": "st.v2.b32 [%rd8+8], {%r1, %r6};",
+    "store4": "st.v4.b32 [%rd8+16], {%r1, %r6, %r1, %r6};",
+    "load": "ld.b32 %r8, [%rd8+4]; st.global.b32 [%rd3], %r8;",
+    "load4": "ld.v4.b32 {%r8, %r11, %r12, %r13}, [%rd8+16]; st.global.v4.b32 [%rd3], {%r8, %r11, %r12, %r13};",
+    "atomic": "atom.add.u32 %r8, [%rd8], %r1; st.global.b32 [%rd3], %r8;",
+}
+
+
+def generics(bad: bool) -> str:
+    """generic-on-shared: a shared pointer or a parameter, chosen at run time; good ones are global or of another block."""
+    shared = ["cvt.u64.u32 %rd4, %r2;", "cvta.shared.u64 %rd5, %rd4;", "mul.wide.u32 %rd6, %r1, 16;"]
+    chosen = [*shared, "setp.eq.u64 %p3, %rd2, 0;", "selp.b64 %rd7, %rd5, %rd2, %p3;", "add.s64 %rd8, %rd7, %rd6;"]
+    mapped = [*shared, "mapa.u64 %rd7, %rd5, %r1;", "add.s64 %rd8, %rd7, 16;"]
+    plain = ["mul.wide.u32 %rd6, %r1, 16;", "add.s64 %rd8, %rd2, %rd6;"]
+    loop = ["add.s64 %rd8, %rd8, 32;", "add.s32 %r6, %r6, 1;", "setp.lt.u32 %p2, %r6, %r5;", "@%p2 bra L;"]
+    kinds = (
+        {"once": (chosen, []), "loop": (chosen, loop)}
+        if bad
+        else {"mapped": (mapped, []), "plain": (plain, []), "walk": (plain, loop)}
+    )
+    return "".join(
+        kernel(f"{'bad' if bad else 'good'}_{access}_{kind}", *before, "L:", text, *after)
+        for (access, text), (kind, (before, after)) in itertools.product(_ACCESSES.items(), kinds.items())
+    )
+
+
+SOURCES = {"tma-handoff": handoff, "never-drained": drained, "syscall": loads, "stack": stacks, "generic-on-shared": generics}
 
 
 def ptxas() -> Path | None:

@@ -96,3 +96,9 @@ def test_other_libraries(package, version, calls, wheels):
         assert seconds < 15 or os.getloadavg()[0] > 3
     else:
         assert {family(f.kernel) for f in result.findings if f.rule == "syscall"} == {"symv_tma_ws_kernel"}
+
+
+@pytest.mark.parametrize(("version", "grouped"), [("2.18.0", 2400), ("2.19.0", 4800), ("2.20.2", 0)])
+def test_generic_accesses_of_transformer_engine(version, grouped, wheels):
+    result, _ = found(fetch(wheels, TE, version))
+    assert families(result, "generic-on-shared", "sm_100a")[GROUPED] == grouped

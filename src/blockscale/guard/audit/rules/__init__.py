@@ -1,9 +1,9 @@
 """The rules. A new one is a file with a `Rule` named RULE and a line in `RULES`; docs/audit.md shows one from start to end."""
 
-from blockscale.guard.audit.rules import never_drained, stack, syscall, tma_handoff
+from blockscale.guard.audit.rules import generic_on_shared, never_drained, stack, syscall, tma_handoff
 from blockscale.guard.audit.rules.base import SEVERITIES, Hit, KernelView, Memory, Options, Rule, Severity, Undecided
 
-RULES: dict[str, Rule] = {module.RULE.id: module.RULE for module in (syscall, tma_handoff, never_drained, stack)}
+RULES: dict[str, Rule] = {module.RULE.id: module.RULE for module in (syscall, tma_handoff, never_drained, generic_on_shared, stack)}
 
 
 class UnknownRuleError(ValueError):
