@@ -14,7 +14,7 @@ from pathlib import Path
 TARGETS = ("sm_90a", "sm_100a", "sm_120a")
 FIXTURES = Path(__file__).parent / "fixtures"
 
-_HEADER = ".version 8.8\n.target {target}\n.address_size 64\n"
+_HEADER = ".version {version}\n.target {target}\n.address_size 64\n"
 _FRAME = """
 .visible .entry {name}(.param .u64 out, .param .align 64 .b8 map[128], .param .u32 rounds)
 {{
@@ -219,7 +219,7 @@ def compile_ptx(source: str, target: str) -> bytes:
         raise RuntimeError("no ptxas-blackwell: install triton")
     with tempfile.TemporaryDirectory() as folder:
         text, cubin = Path(folder, "k.ptx"), Path(folder, "k.cubin")
-        text.write_text(_HEADER.format(target=target) + source)
+        text.write_text(_HEADER.format(version="9.0" if target.startswith("sm_110") else "8.8", target=target) + source)
         done = subprocess.run(
             [str(compiler), f"-arch={target}", str(text), "-o", str(cubin)], capture_output=True, text=True, check=False
         )

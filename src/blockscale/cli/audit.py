@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from blockscale import __version__
 from blockscale.cli._shared import FINDINGS, WRONG_USE, consoles, print_json, wrong_use
 from blockscale.report import Column, Table, table_to_rich, write_json
 
@@ -58,12 +59,14 @@ def scan(
     jobs: _Jobs = 0,
     as_json: _AsJson = False,
     json_out: Annotated[Path | None, typer.Option(help="Write the JSON report to this file, besides what is printed.")] = None,
+    sarif: Annotated[Path | None, typer.Option(help="Write SARIF 2.1.0 for code-scanning sites to this file.")] = None,
 ) -> None:
     """Audit targets. Exit status 0: clean, 1: findings at or above --fail-on, 2: something could not be read."""
     from blockscale.guard.audit import baseline as known
     from blockscale.guard.audit.engine import as_json as document
     from blockscale.guard.audit.engine import audit_files
     from blockscale.guard.audit.readers import UnknownTargetError, mapped_files, resolve
+    from blockscale.guard.audit.sarif import as_sarif
 
     if fail_on not in (*_severities(), "never"):
         wrong_use(f"--fail-on {fail_on!r}: one of {', '.join(_severities())}, never")
@@ -81,6 +84,8 @@ def scan(
     result.findings = known.new(result.findings, accepted)
     if json_out:
         write_json(json_out, document(result))
+    if sarif:
+        write_json(sarif, as_sarif(result, __version__))
     if as_json:
         print_json(document(result))
     else:
