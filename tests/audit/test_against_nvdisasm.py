@@ -78,6 +78,9 @@ def differences(code: np.ndarray, arch: str, folder: Path) -> tuple[int, Counter
             conditional = bool(guard) or not re.fullmatch(r"0x[0-9a-f]+", operands)
             if maybe[at] != conditional:
                 found[f"condition of {guard} {mnemonic} {operands}"] += 1
+        named = [re.sub(r"\.(reuse|64)\b", "", name.strip()) for name in operands.split(",")[:3]]
+        if count[at] and f"{'U' if uniform[at] else ''}R{first[at]}" not in named and first[at] != 63:
+            found[f"no such result in {mnemonic} {operands}: {'U' if uniform[at] else ''}R{first[at]}"] += 1
         operand = operands.split(",")[0].strip()
         result = re.fullmatch(r"(U?)R(\d+)(\.64)?", operand)
         if count[at] and result and (bool(result.group(1)), int(result.group(2))) != (uniform[at], first[at]):

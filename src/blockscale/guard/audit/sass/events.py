@@ -110,4 +110,5 @@ def _specific(low: Words, high: Words, operations: npt.NDArray[np.uint16]) -> np
 
 def _may_fall_through(low: Words, high: Words, operations: npt.NDArray[np.uint16]) -> npt.NDArray[np.bool_]:
     uniform = (operations == _BRA_U) & (fields.field(low, 24, 4) != _TRUE)
-    return uniform | (fields.field(high, 23, 4) != _TRUE)
+    # bits 32-33: 2 for BRA.DIV and 3 for BRA.CONV, which depend on the warp's other threads
+    return uniform | (fields.field(high, 23, 4) != _TRUE) | (fields.field(low, 32, 2) >= 2)

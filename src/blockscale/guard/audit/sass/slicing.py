@@ -47,8 +47,35 @@ _CARRIES: dict[int, str] = {
     _UIMAD_WIDE: "c",
     _R2UR: "a",
 }
-#: destination is a predicate, or there is none
-_NO_REGISTER = frozenset({0x00B, 0x00C, 0x02A, 0x01C, 0x089, 0x103, 0x104, 0x185, 0x186, 0x187, 0x188, 0x044, 0x18E, 0x118, 0x11A})
+_TRY_WAIT = 0x5A7
+#: predicates
+_NO_RESULT = {0x004, 0x102, 0x00B, 0x00C, 0x01C, 0x02A, 0x053, 0x08C, 0x09C}
+#: stores
+_NO_RESULT |= {0x044, 0x185, 0x186, 0x187, 0x188, 0x18E, 0x1AE, 0x1B4, 0x1B5, 0x1B6, 0x1BA, 0x1BB, 0x1BD, 0x1ED}
+#: barriers, fences and what else acts by itself
+_NO_RESULT |= {
+    0x02D,
+    0x02E,
+    0x04C,
+    0x118,
+    0x11A,
+    0x11B,
+    0x11D,
+    0x18F,
+    0x192,
+    0x1AB,
+    0x1AF,
+    0x1B0,
+    0x1B1,
+    0x1B7,
+    0x1B9,
+    0x1C6,
+    0x1C7,
+    0x1C8,
+    0x1CA,
+}
+#: matrix units
+_NO_RESULT |= {0x1E7, 0x1E9, 0x1EA}
 _UNIFORM_RESULT = frozenset({0x0CA, 0x0CC, 0x1C3, 0x1C4, 0x1AC, 0x0B9, 0x0BB, 0x0BD, 0x0BF, 0x05A, 0x05C})
 _LOADS = frozenset({0x180, 0x181, 0x182, 0x183, 0x184, 0x1AC, 0x0B9, 0x0BB})
 _ALWAYS_WIDE = frozenset({_IMAD_WIDE, _UIADD3_64, _UIMAD_WIDE, 0x005, 0x028, 0x029, 0x02B})
@@ -178,9 +205,11 @@ class Slicer:
         loads = np.isin(base, list(_LOADS)) | (operations == 0xB82)
         count[loads] = np.array([1, 1, 1, 1, 1, 2, 4, 1])[fields.field(high, 9, 3)[loads]]
         # 0x140 to 0x15f: control flow
-        none = np.isin(base, list(_NO_REGISTER)) | ((base >= 0x140) & (base < 0x160)) | (first == 255)
+        none = np.isin(base, list(_NO_RESULT)) | ((base >= 0x140) & (base < 0x160)) | (first == 255)
+        # try_wait; an arrive has the same low bits and a result
+        none |= operations == _TRY_WAIT
         count[none] = 0
-        uniform = ((base >= 0x080) & (base < 0x0C0)) | np.isin(base, list(_UNIFORM_RESULT))
+        uniform = ((base >= 0x080) & (base < 0x0C0)) | ((base >= 0x050) & (base < 0x060)) | np.isin(base, list(_UNIFORM_RESULT))
         return first, count, uniform
 
     @cached_property
