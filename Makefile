@@ -7,7 +7,7 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.10' || 
 JOBS ?= 2
 OUT ?= runs/make-run
 
-.PHONY: run test test-slow test-peers lint setup clean
+.PHONY: run test test-slow test-peers bench lint setup clean
 
 run: setup
 	$(BIN)/blockscale train --overwrite --out $(OUT)
@@ -18,14 +18,19 @@ test: setup lint
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m slow
 
-# torchao and compressed-tensors beside the torch that is there
+# torchao, compressed-tensors, ModelOpt and transformers beside the torch that is there
 test-peers: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[peers]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/peers
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/peers tests/convert tests/test_router_options.py
+
+# the CPU backend, with torchao for comparison where it is installed; writes bench/results
+bench: setup
+	OMP_NUM_THREADS=2 $(BIN)/python bench/cpu_quantize.py
+	OMP_NUM_THREADS=2 $(BIN)/python bench/cpu_step.py
 
 lint: setup
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests bench
+	$(BIN)/ruff format --check src tests bench
 	$(BIN)/mypy
 
 setup: $(VENV)/.ready

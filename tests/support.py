@@ -6,7 +6,9 @@ Legend: M rows, K inputs, N outputs, G groups, H hidden, I intermediate. Nothing
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -32,6 +34,44 @@ RECIPES = {
 }
 #: recipes whose bits do not depend on the index of a group
 ROUNDED = {name: r for name, r in RECIPES.items() if not r.needs_rng} | {"nvfp4_hadamard": recipes.NVFP4Training(stochastic=False)}
+MX8, MX4, NV4 = bs.MXFP8(), bs.MXFP4(), bs.NVFP4()
+
+
+def _custom(role: str, linear: str) -> bs.formats.Format | None:
+    """Another format for every pair of role and linear."""
+    return {
+        ("input", "fc1"): bs.Hybrid(MX8, bs.NVFP4(hadamard=True)),
+        ("weight", "fc1"): bs.FP8Block(block=(128, 128)),
+        ("gradient", "fc1"): bs.NVFP4(hadamard=True, stochastic=True),
+        ("input", "fc2"): None,
+        ("weight", "fc2"): MX4,
+        ("gradient", "fc2"): bs.FP8Tensor("e5m2"),
+        ("input", "linear"): bs.FP8Tensor(),
+        ("weight", "linear"): bs.NVFP4((16, 16), four_over_six="mse"),
+        ("gradient", "linear"): None,
+    }[role, linear]
+
+
+#: recipes beyond those of the first version
+LATER_RECIPES = {
+    "mxfp4": recipes.Recipe(MX4, bs.MXFP4((32, 32)), MX4),
+    "mxfp4_training": recipes.MXFP4Training((1, 32)),
+    "nvfp4_rows": recipes.Recipe(bs.NVFP4(row_scaled=True), bs.NVFP4((16, 16), four_over_six="mse"), bs.NVFP4(row_scaled=True)),
+    "nvfp4_rows_training": recipes.NVFP4Training(row_scaled=True, four_over_six="mae"),
+    "nvfp4_forward": recipes.NVFP4ForwardTraining("e5m2"),
+    "w4a8": recipes.W4A8Training(),
+    "w4a8_nvfp4": recipes.W4A8Training(bs.NVFP4((16, 16)), "e5m2"),
+    "custom": recipes.CustomTraining(_custom),
+    "planes": recipes.Recipe(bs.Hybrid(MX8, NV4), bs.Hybrid(NV4, MX8), bs.Hybrid(bs.MXFP8("e5m2"), bs.FP8Block())),
+    "from_row": recipes.Recipe(*(bs.MXFP8(columnwise_source="rowwise_dequantized"),) * 3),
+    "high_precision": recipes.MXFP8Training().with_backward("high_precision"),
+    "dequantized": recipes.MXFP8Training().with_backward("dequantized"),
+    "dequantized_nvfp4": recipes.NVFP4Training().with_backward("dequantized"),
+    "delayed": recipes.FP8DelayedTraining(history=3),
+    "delayed_dequantized": recipes.FP8DelayedTraining(history=3, algorithm="most_recent").with_backward("dequantized"),
+    "delayed_weight": recipes.Recipe(MX8, bs.FP8Delayed(history=2, margin=1), bs.MXFP8("e5m2")),
+    "weight_only": recipes.Recipe(None, MX4, None, "dequantized"),
+}
 ACTIVATIONS = ("swiglu", "clamped_swiglu", "squared_relu", "situ")
 
 
@@ -88,6 +128,17 @@ def assert_all_same(got: dict[str, Tensor | None], expected: dict[str, Tensor | 
     assert got.keys() == expected.keys()
     for name in expected:
         assert_same(got[name], expected[name], f"{what} {name}")
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    """torch's number of threads inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 # codes, from their definition
@@ -181,6 +232,7 @@ def operand64(q: bs.GroupedTensor, which: str) -> list[Tensor]:
 
     The columnwise plane of a Hadamard format comes transformed, in whole blocks of 16 rows.
     """
+    q = replace(q, format=q.format.stored(which))
     return [_decode(q, which, g, s) for g, s in enumerate(spans(q))]
 
 

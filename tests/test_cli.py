@@ -18,7 +18,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from blockscale.cli import app
+from blockscale.formats import parse
+from blockscale.recipes import parse_recipe
 from blockscale.report import make_progress
+from blockscale.train import CHOICES
 
 _TINY = "--batch 4 --context 32 --width 32 --layers 2 --experts 4 --intermediate 32 --device cpu"
 TINY = [*_TINY.split(), "--evaluate-every", "10", "--learning-rate", "0.005"]
@@ -66,7 +69,13 @@ def test_info_tells_versions_devices_formats_recipes():
     assert "gemm" in found["backends"]["cpu"]
     assert "routing: reference (the only backend for the CPU" in found["backends"]["cpu"]
     assert found["formats"]["MXFP8"].startswith("mxfp8:element=e4m3:block=1x32")
-    assert set(found["recipes"]) == {"bf16", "mxfp8", "nvfp4", "fp8block", "fp8current"}
+    assert set(found["formats"]) == {"MXFP8", "MXFP4", "NVFP4", "FP8Tensor", "FP8Delayed", "FP8Block", "Hybrid"}
+    assert {name: parse(spec).spec() for name, spec in found["formats"].items()} == found["formats"]
+    assert {name: parse_recipe(spec) for name, spec in found["recipes"].items()} == {n: c.make() for n, c in CHOICES.items()}
+    assert {"bf16", "mxfp8", "nvfp4", "fp8block", "fp8current", "fp8delayed", "w4a8", "planes"} <= set(found["recipes"])
+    served = found["quantizers"]["cpu"].partition("reference: ")[2]
+    for label in ("MXFP4 E2M1 1x32", "FP8Delayed E4M3", "NVFP4 E2M1 1x16 row_scaled"):
+        assert label in served
     assert torch.__version__ in blockscale("info").stdout
 
 

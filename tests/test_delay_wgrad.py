@@ -175,9 +175,12 @@ def test_a_queue_that_is_gone():
         [],
         None,
         ticket,
+        [],
+        [],
         "bf16|bf16|bf16",
         False,
         [False, True, False, False],
+        None,
     )
     with pytest.raises(ValueError, match="no living WgradQueue"):
         torch.ops.blockscale.grouped_linear_backward(*args)

@@ -253,6 +253,7 @@ VALUES = [
     (ValueError, lambda: mlp(b1=torch.ones(G, N)), r"b1 has shape \(3, 6\); \(3, 12\)"),
     (ValueError, lambda: mlp(b2=torch.ones(N)), r"b2 has shape \(6,\); \(3, 8\)"),
     (ValueError, lambda: mlp(interleave=4), r"12 columns; swiglu with interleave=4 needs a multiple of 8"),
+    (TypeError, lambda: mlp(interleave=4.0), r"interleave=4.0 is float; an int or None"),
     (ValueError, lambda: mlp(activation="gelu"), r"'gelu' is not one of .*'swiglu'"),
     (TypeError, lambda: mlp(activation=3), r"act=3 is a int"),
     (
@@ -269,6 +270,12 @@ VALUES = [
     (ValueError, lambda: mlp(main_grads=(torch.zeros_like(W1), torch.zeros_like(W2, device="meta"))), r"main_grad.*meta"),
     (TypeError, lambda: mlp(recipe="mxfp8"), r"recipe is str; "),
     (ValueError, lambda: mlp(recipe=bs.recipes.NVFP4Training(), rng=torch.tensor([1])), r"rng has shape \(1,\); \(2,\)"),
+    # activation
+    (TypeError, lambda: bs.activation(X, "swiglu", interleave=4.0), r"interleave=4.0 is float; an int"),
+    (ValueError, lambda: bs.activation(X, "swiglu", interleave=0), r"interleave=0 is not legal; .*at least 1"),
+    (TypeError, lambda: bs.activation_quantize(X, None, "swiglu", MX), r"offsets is NoneType; a tensor of dtype torch.int64"),
+    (TypeError, lambda: bs.activation_backward_quantize(X, X, None, "swiglu", MX), r"offsets is NoneType; a tensor"),
+    (TypeError, lambda: bs.activation_quantize(X, OFFSETS, "swiglu", MX, interleave=2.0), r"interleave=2.0 is float"),
     # modules and recipes
     (ValueError, lambda: bs.nn.GroupedLinear(0, K, N), r"num_groups=0 is not legal; it must be at least 1"),
     (ValueError, lambda: bs.nn.GroupedLinear(G, 0, N), r"in_features=0 is not legal"),
@@ -282,8 +289,8 @@ VALUES = [
     ),
     (ValueError, lambda: bs.nn.MoE(K, N, 4, 2)(X[:, :5]), r"x has shape \(12, 5\); \[\.\.\., 8\]"),
     (ValueError, lambda: bs.nn.Router(K, 4, 5), r"top_k=5 .* 1\.\.4"),
+    (TypeError, lambda: bs.nn.MoE(K, N, 4, 2.0), r"top_k=2.0 is float; an int"),
     (TypeError, lambda: bs.autocast("mxfp8").__enter__(), r"recipe is str; a blockscale Recipe such as MXFP8Training\(\)"),
-    (ValueError, lambda: bs.recipes.Recipe(MX, MX, None), r"input, weight and gradient are all formats or all None"),
     (TypeError, lambda: bs.recipes.Recipe("mxfp8", MX, MX), r"input is str; a blockscale format or None"),
     (ValueError, lambda: bs.recipes.Recipe(bs.NVFP4(hadamard=True), NV, NV), r"hadamard must be the same for input and gradient"),
     (ValueError, lambda: bs.recipes.Recipe(bs.NVFP4(stochastic=True), NV, NV), r"input with stochastic=True is not legal"),

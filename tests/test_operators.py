@@ -1,13 +1,25 @@
-"""Every operator of the namespace passes torch.library.opcheck, 0 rows and 0 groups included; layers compile to eager's bits."""
-
-import shutil
+"""Every operator of the namespace passes torch.library.opcheck, 0 rows and 0 groups included."""
 
 import pytest
 import torch
-from support import RECIPES, assert_all_same, normal, offsets_of
+from composed import scaling_of
+from operator_calls import (
+    frozen_linear,
+    frozen_linear_backward,
+    frozen_mlp,
+    frozen_mlp_backward,
+    permute,
+    router,
+    router_backward,
+    unpermute,
+    unpermute_backward,
+)
+from support import LATER_RECIPES, RECIPES, normal, offsets_of
 from torch.library import opcheck
 
 import blockscale as bs
+from blockscale.ops.delayed import arguments
+from blockscale.ops.tap import Tap
 from blockscale.ops.weight_cache import WeightCache
 from blockscale.ops.wgrad_queue import WgradQueue
 
@@ -17,6 +29,7 @@ M4, NR = bs.MXFP4(), bs.NVFP4(row_scaled=True, four_over_six="mse")
 MX, NV, FT, FB = bs.MXFP8(), bs.NVFP4(hadamard=True, stochastic=True), bs.FP8Tensor("e5m2"), bs.FP8Block()
 RNG = torch.tensor([3, 1])
 FEW = [RECIPES[name] for name in ("bf16", "mxfp8_hybrid", "nvfp4", "fp8_current", "fp8_block")]
+FEW += [LATER_RECIPES[name] for name in ("custom", "planes", "dequantized_nvfp4", "weight_only", "delayed")]
 
 
 class Setting:
@@ -135,83 +148,91 @@ def activation_backward_quantize(s):
         yield s.da, *args
 
 
+def quantize_scaled(s):
+    for fmt, offsets in ((bs.FP8Delayed(), None), (bs.FP8Delayed("e5m2"), s.offsets)):
+        scale = torch.full((1 if offsets is None else s.G,), 3.0)
+        yield s.x, offsets, fmt.spec(), True, offsets is None, "compact", scale
+
+
+def kept(s, recipe, *linears):
+    """(scales, histories) of delayed formats."""
+    return arguments([(recipe.of(name), scaling_of(recipe.of(name), s.G, 1)) for name in linears], s.x, s.G)
+
+
 # alive while the operators that hold their tickets run
-CACHES, QUEUE = (WeightCache(), WeightCache()), WgradQueue()
+CACHES, QUEUE, TAP = (WeightCache(), WeightCache()), WgradQueue(), Tap()
 
 
 def grouped_linear(s):
     for recipe in FEW:
-        yield s.leaf("x"), s.leaf("w1"), s.offsets, s.leaf("b1"), s.leaf("probs"), RNG, [], None, None, recipe.spec(), True
+        state = kept(s, recipe, "linear")
+        leaves = s.leaf("x"), s.leaf("w1"), s.offsets, s.leaf("b1"), s.leaf("probs")
+        yield *leaves, RNG, [], None, None, *state, recipe.spec(), True, None
     main = [torch.ones_like(s.w1)]
-    yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, None, main, None, None, RECIPES["mxfp8"].spec(), True
-    yield s.x, s.w1, s.offsets, None, None, None, [], None, None, RECIPES["fp8_block"].spec(), False
+    yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, None, main, None, None, [], [], RECIPES["mxfp8"].spec(), True, None
+    yield s.x, s.w1, s.offsets, None, None, None, [], None, None, [], [], RECIPES["fp8_block"].spec(), False, None
     tickets = CACHES[0].ticket, QUEUE.ticket.clone()
-    yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, None, [], *tickets, RECIPES["mxfp8"].spec(), True
+    yield s.leaf("x"), s.leaf("w1"), s.offsets, None, None, None, [], *tickets, [], [], RECIPES["mxfp8"].spec(), True, TAP.ticket
 
 
 def grouped_linear_backward(s):
     for recipe in FEW:
-        saved = OPS.grouped_linear(s.x, s.w1, s.offsets, None, None, None, [], None, None, recipe.spec(), True)[1:]
-        x = s.x if recipe.input is None else None
+        state = kept(s, recipe, "linear")
+        saved = OPS.grouped_linear(s.x, s.w1, s.offsets, None, None, None, [], None, None, *state, recipe.spec(), True, None)[1:]
+        x = s.x if recipe.of("linear").saved_plane is None else None
         tensors = s.h, x, saved, s.w1, s.offsets, s.b1, s.probs, RNG
         for main, needs in (([], [True] * 4), ([torch.ones_like(s.w1)], [False, True, False, False])):
-            yield *tensors, main, None, None, recipe.spec(), False, needs
-        yield *tensors, [], CACHES[0].ticket, QUEUE.ticket.clone(), recipe.spec(), True, [True] * 4
+            yield *tensors, main, None, None, *kept(s, recipe, "linear"), recipe.spec(), False, needs, None
+        yield *tensors, [], CACHES[0].ticket, QUEUE.ticket.clone(), *state, recipe.spec(), True, [True] * 4, TAP.ticket
 
 
 def grouped_mlp(s):
     for recipe in FEW:
-        leaves = [s.leaf(n) for n in ("x", "w1", "w2", "probs", "b1", "b2")]
-        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], [], None, recipe.spec(), "swiglu", 4, True, False
+        leaves, state = [s.leaf(n) for n in ("x", "w1", "w2", "probs", "b1", "b2")], kept(s, recipe, "fc1", "fc2")
+        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], [], None, *state, recipe.spec(), "swiglu", 4, True, False, None
         tickets = [c.ticket for c in CACHES], QUEUE.ticket.clone()
-        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], *tickets, recipe.spec(), "swiglu", 4, True, True
+        yield *leaves[:3], s.offsets, *leaves[3:], RNG, [], *tickets, *state, recipe.spec(), "swiglu", 4, True, True, TAP.ticket
     main, tensors = [torch.ones_like(s.w1), torch.ones_like(s.w2)], (s.leaf("x"), s.leaf("w1"), s.leaf("w2"), s.offsets)
-    yield *tensors, None, None, None, None, main, [], None, RECIPES["mxfp8"].spec(), "situ", 0, True, False
+    yield *tensors, None, None, None, None, main, [], None, [], [], RECIPES["mxfp8"].spec(), "situ", 0, True, False, None
 
 
 def grouped_mlp_backward(s):
     for recipe in FEW:
-        args = s.x, s.w1, s.w2, s.offsets, s.probs, s.b1, s.b2, None, [], [], None, recipe.spec(), "swiglu", 0, True
-        x = s.x if recipe.input is None else None
+        state = kept(s, recipe, "fc1", "fc2")
+        args = s.x, s.w1, s.w2, s.offsets, s.probs, s.b1, s.b2, None, [], [], None, *state, recipe.spec(), "swiglu", 0, True
+        x = s.x if recipe.of("fc1").saved_plane is None else None
         others = (s.w1, s.w2, s.offsets, s.probs, s.b1, s.b2, RNG)
-        _, h, *saved = OPS.grouped_mlp(*args, False)
+        _, h, *saved = OPS.grouped_mlp(*args, False, None)
         for main, needs in (
             ([], [True] * 6),
             ([torch.ones_like(s.w1), torch.ones_like(s.w2)], [False, True, True, False, False, True]),
         ):
-            yield s.dy, x, h, saved, *others, main, [], None, recipe.spec(), "swiglu", 0, False, needs
+            yield (
+                s.dy,
+                x,
+                h,
+                saved,
+                *others,
+                main,
+                [],
+                None,
+                *kept(s, recipe, "fc1", "fc2"),
+                recipe.spec(),
+                "swiglu",
+                0,
+                False,
+                needs,
+                None,
+            )
         tickets = [c.ticket for c in CACHES], QUEUE.ticket.clone()
-        saved = OPS.grouped_mlp(*args, True)[1:]
-        yield s.dy, x, None, saved, *others, [], *tickets, recipe.spec(), "swiglu", 0, True, [True] * 6
+        saved = OPS.grouped_mlp(*args, True, None)[1:]
+        yield s.dy, x, None, saved, *others, [], *tickets, *state, recipe.spec(), "swiglu", 0, True, [True] * 6, TAP.ticket
 
 
-def router(s):
-    yield normal(s.rows, 6, seed=1).requires_grad_(), 2, "softmax", True
-    yield normal(s.rows, 6, seed=1).requires_grad_(), 6, "sigmoid", False
-
-
-def router_backward(s):
-    for _, k, score, normalize in router(s):
-        probs, ids, scores = OPS.router(normal(s.rows, 6, seed=1), k, score, normalize)
-        yield probs, scores, probs, ids, scores, score, normalize
-
-
-def permute(s):
-    ids = torch.arange(2 * s.rows).view(s.rows, 2) % 5
-    yield s.leaf("x"), ids, 5, None
-    yield s.leaf("x"), ids, 5, torch.rand(ids.shape).requires_grad_()
-
-
-def unpermute(s):
-    for x, ids, experts, probs in permute(s):
-        out = bs.permute(x.detach(), ids, experts)
-        yield out.x.requires_grad_(), out.row_map, probs
-
-
-def unpermute_backward(s):
-    for y, row_map, probs in unpermute(s):
-        y, probs = (None, None) if probs is None else (y.detach(), probs.detach())
-        yield s.x, row_map, 2 * s.rows, y, probs
+def see(s):
+    yield s.x, TAP.ticket.clone(), 0
+    yield s.leaf("x"), TAP.ticket.clone(), 2
+    yield s.x, torch.tensor([-1, 0]), 1
 
 
 CALLS = {
@@ -221,6 +242,7 @@ CALLS = {
         quantize_out,
         quantize_grouped,
         quantize_grouped_out,
+        quantize_scaled,
         grouped_gemm,
         grouped_gemm_wgrad_out,
         activation,
@@ -231,11 +253,16 @@ CALLS = {
         grouped_linear_backward,
         grouped_mlp,
         grouped_mlp_backward,
+        frozen_linear,
+        frozen_linear_backward,
+        frozen_mlp,
+        frozen_mlp_backward,
         router,
         router_backward,
         permute,
         unpermute,
         unpermute_backward,
+        see,
     )
 }
 
@@ -256,157 +283,3 @@ def test_opcheck(name, sizes, room):
         assert len(result) == 4
         count += 1
     assert count > 0
-
-
-# torch.compile
-
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-
-
-def step(call, inputs, parameters):
-    """The result and every gradient of one step."""
-    for p in parameters.values():
-        p.grad = None
-    torch.manual_seed(5)
-    leaves = [t.clone().requires_grad_() for t in inputs]
-    y, loss = call(*leaves)
-    ((y.float() ** 2).sum() + loss).backward()
-    grads = {f"input {n}": t.grad for n, t in enumerate(leaves)} | {n: p.grad for n, p in parameters.items()}
-    return {"y": y.detach(), **grads}
-
-
-def layer(kind, recipe, **options):
-    """(module, function of the inputs, inputs)."""
-    torch.manual_seed(1)
-    sizes = torch.tensor([5, 0, 33])
-    x, probs = normal(40, 20, seed=1), torch.rand(40, generator=torch.Generator().manual_seed(2))
-    zero = torch.zeros(())
-    if kind == "mlp":
-        module = bs.nn.GroupedMLP(3, 20, 8, recipe=recipe, bias=True, glu_interleave=4, **options)
-        return module, lambda x, s: (module(x, sizes, s), zero), (x, probs)
-    if kind == "linear":
-        module = bs.nn.GroupedLinear(3, 20, 16, recipe=recipe, bias=True, **options)
-        return module, lambda x: (module(x, sizes), zero), (x,)
-    module = bs.nn.MoE(20, 8, 4, 2, recipe=recipe, aux_loss_coef=0.01, shared_intermediate=6, **options)
-    return module, module, (x.view(2, 20, 20),)
-
-
-def check_compiled(kind, recipe, backend="aot_eager"):
-    torch._dynamo.reset()
-    module, call, inputs = layer(kind, recipe)
-    parameters = dict(module.named_parameters())
-    want = step(call, inputs, parameters)
-    assert all(t.any() for t in want.values())
-    got = step(torch.compile(call, fullgraph=True, backend=backend), inputs, parameters)
-    assert_all_same(got, want, f"{kind} {backend}")
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_compiled_mlp(recipe):
-    check_compiled("mlp", RECIPES[recipe])
-
-
-@pytest.mark.parametrize("recipe", ["bf16", "nvfp4", "fp8_block"])
-@pytest.mark.parametrize("kind", ["linear", "moe"])
-def test_compiled_layers(kind, recipe):
-    check_compiled(kind, RECIPES[recipe])
-
-
-@needs_compiler
-def test_compiled_by_inductor():
-    check_compiled("mlp", RECIPES["mxfp8"], "inductor")
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize("kind", ["mlp", "linear"])  # of a MoE, inductor may fuse the plain sums of the auxiliary loss
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_layer_compiled_by_inductor(kind, recipe):
-    check_compiled(kind, RECIPES[recipe], "inductor")
-
-
-@pytest.mark.parametrize("where", ["inside", "outside"])
-def test_compiled_with_autocast(where):
-    torch._dynamo.reset()
-    module, call, inputs = layer("mlp", None)
-    parameters = dict(module.named_parameters())
-    plain = step(call, inputs, parameters)
-    for recipe in (RECIPES["mxfp8"], RECIPES["fp8_block"]):
-
-        def cast(*args, recipe=recipe):
-            with bs.autocast(recipe):
-                return call(*args)
-
-        want = step(cast, inputs, parameters)
-        if where == "inside":
-            got = step(torch.compile(cast, fullgraph=True, backend="aot_eager"), inputs, parameters)
-        else:
-            compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-
-            def outer(*args, compiled=compiled, recipe=recipe):
-                with bs.autocast(recipe):
-                    return compiled(*args)
-
-            got = step(outer, inputs, parameters)
-        assert_all_same(got, want, where)
-        assert (want["y"] != plain["y"]).any()
-
-
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("kind", ["mlp", "linear", "moe"])
-def test_compiled_with_main_grad(kind, recipe):
-    """Two compiled steps add to main_grad what two eager ones add; weight.grad stays None."""
-    torch._dynamo.reset()
-    module, call, inputs = layer(kind, RECIPES[recipe], accumulate_into_main_grad=True)
-    weights = {n: p for n, p in module.named_parameters() if n.endswith("weight") and "router" not in n}
-    results = []
-    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
-        for p in weights.values():
-            p.main_grad = torch.ones_like(p)
-        step(function, inputs, dict(module.named_parameters()))
-        step(function, inputs, dict(module.named_parameters()))
-        assert all(p.grad is None for p in weights.values())
-        results.append({n: p.main_grad for n, p in weights.items()})
-    assert_all_same(results[1], results[0], kind)
-    assert all((t != 1).any() for t in results[0].values())
-
-
-def test_compiled_for_several_recipes_and_formats():
-    """Changing the recipe or the format of a compiled function compiles it again; nothing becomes a symbolic size."""
-    torch._dynamo.reset()
-    module, call, inputs = layer("mlp", None)
-    compiled = torch.compile(lambda x, fmt: bs.quantize(x, fmt, columnwise=True), fullgraph=True, backend="aot_eager")
-    for fmt in (MX, M4, FB, bs.NVFP4(), bs.MXFP8("e5m2", (32, 32)), FT):
-        got, want = compiled(inputs[0], fmt), bs.quantize(inputs[0], fmt, columnwise=True)
-        for which, plane in want.planes.items():
-            assert_all_same(dict(enumerate(got.planes[which].tensors())), dict(enumerate(plane.tensors())), fmt.spec())
-    mlp = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for recipe in RECIPES.values():
-        module.recipe = recipe
-        assert_all_same(step(mlp, inputs, dict(module.named_parameters())), step(call, inputs, dict(module.named_parameters())))
-
-
-def test_compiled_for_other_sizes():
-    """One compiled function serves other rows and other sizes of groups."""
-    torch._dynamo.reset()
-    torch.manual_seed(1)
-    module = bs.nn.GroupedMLP(3, 20, 8, recipe=RECIPES["mxfp8"])
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
-    for sizes in ([5, 0, 33], [0, 0, 64], [130, 1, 2], [2, 2, 2]):
-        x = normal(sum(sizes) + 3, 20, seed=sum(sizes))
-        parameters = dict(module.named_parameters())
-        want = step(lambda x, sizes=sizes: (module(x, torch.tensor(sizes)), torch.zeros(())), (x,), parameters)
-        got = step(lambda x, sizes=sizes: (compiled(x, torch.tensor(sizes)), torch.zeros(())), (x,), parameters)
-        assert_all_same(got, want, sizes)
-
-
-def test_compiled_with_the_activation_by_name():
-    torch._dynamo.reset()
-    s = Setting(SIZES["many"], 4)
-    for name in ("swiglu", "situ"):
-
-        def call(x, name=name):
-            return bs.grouped_mlp(x, s.w1, s.w2, s.offsets, activation=name)
-
-        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-        assert_all_same({"y": compiled(s.x)}, {"y": call(s.x)}, name)

@@ -10,7 +10,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 
 def test_the_readme_has_examples():
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 8
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
@@ -21,5 +21,9 @@ def test_block_runs(block, tmp_path, monkeypatch):
     if "error" in names:
         assert 0.02 < names["error"] < 0.03
         assert (names["same"].rowwise.data == names["q"].rowwise.data).all()
+    if "experts" in names:
+        x, sizes = names["x"], names["sizes"]
+        with names["bs"].autocast(names["experts"].recipe):
+            assert (names["served"](x, sizes) == names["experts"](x, sizes)).all()
     if "moe" in names:
         assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in names["moe"].parameters())

@@ -12,7 +12,7 @@ from torch.library import opcheck
 from blockscale.ops.routing import permute, router, unpermute
 from blockscale.reference import routing as reference
 
-CASES = [(score, normalize) for score in ("softmax", "sigmoid") for normalize in (False, True)]
+CASES = [(score, normalize) for score in ("softmax", "sigmoid", "sqrt_softplus") for normalize in (False, True)]
 NAN = math.nan
 
 
@@ -22,7 +22,10 @@ def seeded(seed):
 
 def plain_router(logits, ids, score, normalize):
     """(probs, scores) by the formula, for a given choice, in the dtype of logits."""
-    scores = torch.softmax(logits, 1) if score == "softmax" else torch.sigmoid(logits)
+    if score == "sqrt_softplus":
+        scores = torch.log1p(torch.exp(logits)).sqrt()
+    else:
+        scores = torch.softmax(logits, 1) if score == "softmax" else torch.sigmoid(logits)
     probs = scores.gather(1, ids)
     return (probs / probs.sum(1, keepdim=True) if normalize else probs), scores
 
@@ -109,8 +112,8 @@ def test_infinite_logits(score):
         assert scores[3, 0] == 0
         assert scores[3].sum() == pytest.approx(1)
     else:
-        assert probs[0, 0] == 1.0
-        assert probs[1].tolist() == [0.5, 0.0, 0.0]
+        assert probs[0, 0] == (1.0 if score == "sigmoid" else inf)
+        assert probs[1].tolist() == [0.5 if score == "sigmoid" else pytest.approx(math.sqrt(math.log(2))), 0.0, 0.0]
 
 
 @pytest.mark.parametrize(("score", "normalize"), CASES)
@@ -302,6 +305,8 @@ ROWS, MAP = torch.ones(6, 2), torch.arange(6).view(3, 2)
         (TypeError, lambda: router(X.bfloat16(), 1, "softmax", True), r"logits has dtype torch.bfloat16; .*float32"),
         (ValueError, lambda: router(X, 3, "softmax", True), r"top_k=3 .* 1\.\.2"),
         (ValueError, lambda: router(X, 0, "softmax", True), r"top_k=0 .* 1\.\.2"),
+        (TypeError, lambda: router(X, 2.0, "softmax", True), r"top_k=2\.0 is float; an int"),
+        (TypeError, lambda: router(X, 1, "softmax", 1), r"normalize=1 is int; True or False"),
         (ValueError, lambda: router(X, 1, "topk", True), r"score='topk' is not one of .*sigmoid"),
         (ValueError, lambda: permute(X[0], IDS, 3), r"x has shape \(2,\)"),
         (TypeError, lambda: permute(X.double(), IDS, 3), r"x has dtype torch.float64"),
@@ -309,8 +314,10 @@ ROWS, MAP = torch.ones(6, 2), torch.arange(6).view(3, 2)
         (ValueError, lambda: permute(X, IDS[:2], 3), r"ids has 2 rows; .* 3"),
         (ValueError, lambda: permute(X, IDS[:, :0], 3), r"ids has shape \(3, 0\)"),
         (ValueError, lambda: permute(X, IDS, 0), r"num_experts=0 .* at least 1"),
+        (TypeError, lambda: permute(X, IDS, 4.0), r"num_experts=4\.0 is float; an int"),
+        (ValueError, lambda: permute(X, IDS, 10**12), r"num_experts=1000000000000 .* at most 1048576"),
         (ValueError, lambda: permute(X, IDS, 2), r"ids holds 2; .* 0\.\.1"),
-        (ValueError, lambda: permute(X, IDS - 1, 3), r"ids holds -1; .* 0\.\.2"),
+        (ValueError, lambda: permute(X, IDS - 2, 3), r"ids holds -2; .* 0\.\.2, or -1"),
         (ValueError, lambda: permute(X, IDS, 3, P[:, :1]), r"probs has shape \(3, 1\); .*\(3, 2\)"),
         (TypeError, lambda: permute(X, IDS, 3, P.bfloat16()), r"probs has dtype torch.bfloat16"),
         (ValueError, lambda: unpermute(ROWS[0], MAP), r"y has shape \(2,\)"),
@@ -330,9 +337,10 @@ def test_wrong_arguments(error, call, message):
 def test_opcheck_router(tokens, score, normalize):
     ops = torch.ops.blockscale
     logits = torch.randn(tokens, 6, generator=seeded(0))
-    opcheck(ops.router.default, (logits.clone().requires_grad_(), 2, score, normalize))
-    probs, ids, scores = ops.router(logits, 2, score, normalize)
-    opcheck(ops.router_backward.default, (probs, scores, probs, ids, scores, score, normalize))
+    opcheck(ops.router.default, (logits.clone().requires_grad_(), None, 2, score, normalize, 1, 1))
+    probs, ids, scores = ops.router(logits, None, 2, score, normalize, 1, 1)
+    needed = logits if score == "sqrt_softplus" else None
+    opcheck(ops.router_backward.default, (probs, scores, probs, ids, scores, score, normalize, needed))
 
 
 @pytest.mark.parametrize(("tokens", "with_probs"), list(itertools.product([0, 5], [False, True])))

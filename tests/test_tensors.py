@@ -23,6 +23,7 @@ FORMATS = (
     bs.NVFP4(row_scaled=True),
     bs.NVFP4((16, 16), four_over_six="mae", scale_max=256),
     bs.NVFP4(hadamard=True, stochastic=True),
+    bs.Hybrid(bs.MXFP8(), bs.NVFP4(row_scaled=True), "rowwise_dequantized"),
     bs.FP8Tensor("e5m2", power_of_two=True, eps=0.25),
     bs.FP8Block(),
     bs.FP8Block(block=(128, 128), power_of_two=False),

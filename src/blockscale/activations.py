@@ -40,12 +40,15 @@ class Activation:
         """Columns of the result for a pre-activation of ``columns`` columns; the inverse of :meth:`pre_width`.
 
         Raises:
+            TypeError: ``interleave`` is no int.
             ValueError: ``interleave`` without a GLU or below 1; ``columns`` not a multiple of 2 (of 2*interleave).
         """
         if not self.is_glu:
             if interleave is not None:
                 raise ValueError(f"interleave={interleave} is not legal with {self.kind}, which is no GLU; use None")
             return columns
+        if interleave is not None and (not isinstance(interleave, int) or isinstance(interleave, bool)):
+            raise TypeError(f"interleave={interleave!r} is {type(interleave).__name__}; an int or None is needed")
         if interleave is not None and interleave < 1:
             raise ValueError(f"interleave={interleave} is not legal; it must be None or at least 1")
         unit = 2 * (interleave or 1)

@@ -1,4 +1,4 @@
-"""Every bit test runs twice: on the compiled CPU kernels (where a compiler is there) and on the reference."""
+"""Every bit test runs twice: on the compiled CPU kernels (tests need a C++ compiler) and on the reference."""
 
 import pytest
 

@@ -113,7 +113,7 @@ def test_random_float32_patterns_through_the_tensor_scale(element):
     compare(x, x.numpy(), Format("FP8Tensor", {"element": element}), amax=amax)
 
 
-@pytest.mark.parametrize("fmt", cases.FP8_TENSOR + cases.NVFP4 + cases.NVFP4_FOUR[:8], ids=str)
+@pytest.mark.parametrize("fmt", [*cases.FP8_TENSOR, *cases.NVFP4, *cases.NVFP4_FOUR[:8], *cases.FROM_ROW[3:8:4]], ids=str)
 @pytest.mark.parametrize("amax", [(0.0, 3.0), (1e-44, 1e-37), (3e38, float("inf")), (2688.0, 0.1)], ids=str)
 def test_given_amax(fmt, amax):
     x, exact = inputs.tensor("wide", 50, 49, 9)

@@ -13,6 +13,7 @@ import blockscale as bs
 
 M4 = bs.MXFP4
 MX, NV, FT, FB = bs.MXFP8, bs.NVFP4, bs.FP8Tensor, bs.FP8Block
+HY, FD, FROM = bs.Hybrid, bs.FP8Delayed, "rowwise_dequantized"
 #: input, weight, gradient
 TRIPLES = {
     "bf16": (None, None, None),
@@ -33,7 +34,17 @@ TRIPLES = {
     "fp8block_float_scales": (FB(power_of_two=False), FB(block=(128, 128), power_of_two=False), FB("e5m2", power_of_two=False)),
     "fp8block_1d_weight": (FB(), FB(), FB("e5m2")),
     "mxfp8_by_nvfp4": (MX(), NV(), MX("e5m2")),
+    "w4a8_mxfp4": (MX(), M4((32, 32)), MX()),
+    "w4a8_mxfp4_e5m2": (MX("e5m2", scale_rounding="floor"), M4(), MX("e5m2")),
+    "w4a8_nvfp4": (MX(), NV((16, 16)), MX("e5m2")),
+    "w4a8_nvfp4_rows": (MX(), NV(row_scaled=True, four_over_six="mae"), MX()),
+    "a4w8": (NV(row_scaled=True), MX(), M4()),
+    "fp8delayed": (FD(), FD(), FD("e5m2")),
+    "fp8delayed_by_nvfp4": (FD("e5m2"), NV((16, 16)), FD()),
+    "hybrid": (HY(NV(), MX()), HY(MX("e5m2"), M4()), HY(NV(stochastic=True), FB())),
+    "hybrid_from_rows": (HY(NV(hadamard=True), NV(hadamard=True), FROM), HY(M4(), FT(), FROM), HY(MX(), NV(hadamard=True), FROM)),
     "bf16_weight": (MX(), None, MX()),
+    "weight_only": (None, M4(), None),
 }
 SIZES = {
     "many": ([37, 0, 128, 1, 130, 65, 0], 380),
@@ -47,7 +58,10 @@ def operand(x, offsets, fmt, layout="compact", seed=7):
     if fmt is None:
         return x
     layout = layout if fmt.has_codes else "compact"
-    return bs.quantize_grouped(x, offsets, fmt, columnwise=True, layout=layout, rng=torch.tensor([seed, 3]))
+    scale = None
+    if isinstance(fmt, FD):  # any will do: here the largest elements of some groups saturate
+        scale = torch.exp2(torch.arange(x.shape[0] if offsets is None else len(offsets) - 1) % 7 + 0.3)
+    return bs.quantize_grouped(x, offsets, fmt, columnwise=True, layout=layout, rng=torch.tensor([seed, 3]), scale=scale)
 
 
 def problem(triple, sizes, capacity, K, N, layout="compact", dtype=torch.float32):

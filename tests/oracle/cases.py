@@ -45,7 +45,21 @@ FP8_BLOCK = _product(
     power_of_two=(True, False),
     eps=(0.0, 1e-3),
 )
-EVERY = [*MXFP8, *MXFP4, *NVFP4, *NVFP4_ROWS, *NVFP4_FOUR, *FP8_TENSOR, *FP8_BLOCK]
+FROM_ROW = [
+    Format(name, {**options, "columnwise_source": "rowwise_dequantized"})
+    for name, options in (
+        ("MXFP8", {}),
+        ("MXFP8", {"element": "e5m2", "scale_rounding": "floor"}),
+        ("MXFP4", {}),
+        ("NVFP4", {}),
+        ("NVFP4", {"hadamard": True, "stochastic": True}),
+        ("NVFP4", {"row_scaled": True, "nan": "ignore"}),
+        ("NVFP4", {"four_over_six": "mae"}),
+        ("FP8Tensor", {}),
+        ("FP8Block", {"power_of_two": False}),
+    )
+]
+EVERY = [*FROM_ROW, *MXFP8, *MXFP4, *NVFP4, *NVFP4_ROWS, *NVFP4_FOUR, *FP8_TENSOR, *FP8_BLOCK]
 FEW = [
     Format("MXFP8"),
     Format("MXFP8", {"element": "e5m2", "block": (32, 32), "scale_rounding": "floor"}),
@@ -55,6 +69,7 @@ FEW = [
     Format("NVFP4", {"row_scaled": True}),
     Format("NVFP4", {"four_over_six": "mse"}),
     Format("NVFP4", {"four_over_six": "mae", "scale_max": 256, "block": (16, 16)}),
+    FROM_ROW[0],
     Format("MXFP4"),
     Format("MXFP4", {"block": (32, 32), "scale_rounding": "floor"}),
     Format("FP8Tensor"),

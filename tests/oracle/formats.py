@@ -59,7 +59,12 @@ def quantize(x: np.ndarray, fmt: Format, **extra: object) -> dict[str, Plane]:
         "FP8Tensor": fp8.quantize_tensor,
         "FP8Block": fp8.quantize_block,
     }[fmt.name]
-    return function(np.asarray(x, dtype=np.float32), **fmt.options, **extra)
+    options = {name: value for name, value in fmt.options.items() if name != "columnwise_source"}
+    planes = function(np.asarray(x, dtype=np.float32), **options, **extra)
+    if fmt.option("columnwise_source", "original") == "rowwise_dequantized":
+        seen = dequantize(planes["rowwise"], fmt, "rowwise", x.shape)
+        planes["columnwise"] = function(seen, **options, **extra)["columnwise"]
+    return planes
 
 
 def scale_buffer(plane: Plane, fmt: Format, which: str, layout: str) -> np.ndarray:

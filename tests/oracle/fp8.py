@@ -78,3 +78,31 @@ def dequantize_block(
     data = plane.data if which == "rowwise" else plane.data.T
     with np.errstate(all="ignore"):
         return codes.decode(data, element) * scale
+
+
+def quantize_delayed(
+    x: np.ndarray, scale: np.ndarray, element: str = "e4m3", columnwise_source: str = "original"
+) -> dict[str, Plane]:
+    """Both planes of x (M, K) with a given scale [1]; amax is x's own."""
+    amax = np.array([amax_of(x)], dtype=F32)
+    row = Plane(_elements(x, scale[0], element), F32(1) / scale, amax)
+    seen = x if columnwise_source == "original" else dequantize_tensor(row, "rowwise", x.shape, element)
+    column_amax = np.array([amax_of(seen)], dtype=F32)
+    return {"rowwise": row, "columnwise": Plane(_elements(seen, scale[0], element).T, F32(1) / scale, column_amax)}
+
+
+def next_scale(scale: list, history: list, element: str, algorithm: str, margin: int) -> tuple[list, list]:
+    """(scale, history) after a step, one tensor after another; history: a list of steps, each a list by tensor."""
+    scales = []
+    for g, old in enumerate(scale):
+        column = [step[g] for step in history]
+        amax = max(column) if algorithm == "max" else column[0]
+        if amax > 0 and np.isfinite(amax):
+            with np.errstate(all="ignore"):
+                made = F32(codes.largest(element) / F32(amax))
+                made = F32(made / F32(2.0**margin))
+            scales.append(codes.FLT_MAX if np.isinf(made) else made)
+        else:
+            scales.append(F32(old))
+    rolled = [*history[1:], history[0]]
+    return scales, [[F32(0)] * len(scale), *rolled[1:]]

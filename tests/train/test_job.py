@@ -14,7 +14,8 @@ from blockscale.train.measure import compare, count_saved_bytes, expert_gradient
 from blockscale.train.model import Experts
 from blockscale.train.optimizer import OptimizerConfig, learning_rate
 
-ALL = tuple(CHOICES)
+#: the others run plain torch on the CPU and are slow; test_all_recipes.py has them
+ALL = ("bf16", "mxfp8", "nvfp4", "fp8block", "fp8current", "fp8delayed", "w4a8")
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +25,10 @@ def result(text_file, tmp_path_factory):
 
 
 def test_every_recipe_has_the_same_weights_and_batches_and_ends_elsewhere(result):
-    assert len(result.states) == 5
+    assert len(result.states) == len(ALL)
     assert len({state.initial_sha256 for state in result.states}) == 1
     assert len({state.batches_sha256 for state in result.states}) == 1
-    assert len({state.final_sha256 for state in result.states}) == 5
+    assert len({state.final_sha256 for state in result.states}) == len(ALL)
     assert {len(state.losses) for state in result.states} == {60}
 
 
@@ -47,8 +48,9 @@ def test_gradient_errors_are_of_the_size_of_each_format(result):
     errors = {state.recipe: state.measurement.gradient_error for state in result.states}
     assert errors["bf16"] == 0.0
     for recipe in ("mxfp8", "fp8block", "fp8current"):
-        assert 0.01 < errors[recipe] < 0.15
+        assert 0.01 < errors[recipe] < 0.15, recipe
     assert 0.15 < errors["nvfp4"] < 0.6
+    assert 0.05 < errors["w4a8"] < 0.6
     names = list(result.states[1].measurement.gradient_errors)
     assert names == [f"blocks.{block}.experts.moe.experts.fc{fc}.weight" for block in (0, 1) for fc in (1, 2)]
 

@@ -48,6 +48,15 @@ def test_stopped_and_resumed_is_bit_identical(text_file, tmp_path, uninterrupted
     assert saved_config(tmp_path) == config
 
 
+def test_delayed_scaling_goes_on_where_it_was(text_file, tmp_path):
+    """Scales and histories come back with the weights, into a model that has none before its first step."""
+    config = tiny_config(text_file, ("fp8delayed",), steps=20)
+    whole = outcome(Job(config, tmp_path / "whole").run(Quiet(), never))
+    with pytest.raises(Interrupted):
+        Job(config, tmp_path / "parts").run(Quiet(), stop_after(11))
+    assert outcome(Job(config, tmp_path / "parts").run(Quiet(), never)) == whole
+
+
 def test_a_write_that_fails_leaves_the_previous_checkpoint(text_file, tmp_path, monkeypatch, uninterrupted):
     config = tiny_config(text_file, RECIPES, steps=20)
     rename = Path.rename

@@ -15,7 +15,21 @@ from blockscale.report.environment import package_version
 from blockscale.train import CHOICES
 
 _PACKAGES = ("blockscale", "torch", "triton", "safetensors", "matplotlib")
-_FORMATS = (formats.MXFP8(), formats.MXFP4(), formats.NVFP4(), formats.FP8Tensor(), formats.FP8Block())
+#: each kind of format, then options that other kernels serve
+_FORMATS: tuple[formats.Format, ...] = (
+    formats.MXFP8(),
+    formats.MXFP4(),
+    formats.NVFP4(),
+    formats.FP8Tensor(),
+    formats.FP8Delayed(),
+    formats.FP8Block(),
+    formats.Hybrid(formats.NVFP4(), formats.MXFP8()),
+)
+_VARIANTS: tuple[formats.Format, ...] = (
+    formats.NVFP4(row_scaled=True),
+    formats.NVFP4(four_over_six="mae"),
+    formats.MXFP8(columnwise_source="rowwise_dequantized"),
+)
 
 
 def info(
@@ -42,6 +56,14 @@ def _backends(device: torch.device) -> str:
     return "; ".join(f"{', '.join(names)}: {answer}" for answer, names in stages.items())
 
 
+def _formats_served(device: torch.device) -> str:
+    """``"cpu: MXFP8 ..., NVFP4 ...; reference: MXFP4 ..."``: what quantizes each format."""
+    served: dict[str, list[str]] = {}
+    for fmt in (*(f for f in _FORMATS if not isinstance(f, formats.Hybrid)), *_VARIANTS):
+        served.setdefault(choose("quantize", device, fmt).backend, []).append(fmt.label)
+    return "; ".join(f"{backend}: {', '.join(labels)}" for backend, labels in served.items())
+
+
 def _collect() -> dict[str, dict[str, Any]]:
     """Section -> name -> value; the same for people and machines."""
     cuda = {f"cuda:{index}": describe_environment(torch.device("cuda", index)) for index in range(torch.cuda.device_count())}
@@ -55,4 +77,5 @@ def _collect() -> dict[str, dict[str, Any]]:
         "formats": {type(fmt).__name__: fmt.spec() for fmt in _FORMATS},
         "recipes": {name: choice.make().spec() for name, choice in CHOICES.items()},
         "backends": {device: _backends(torch.device(device)) for device in ("cpu", *cuda)},
+        "quantizers": {device: _formats_served(torch.device(device)) for device in ("cpu", *cuda)},
     }

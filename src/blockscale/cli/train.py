@@ -74,6 +74,10 @@ def train(
         _option(DEFAULTS.seed, "Seed of the initial weights, the batches and stochastic rounding.", "--seed"),
     ] = None,
     device: Annotated[str | None, _option("auto", "auto (the GPU when there is one), cpu, cuda.", "--device")] = None,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="Watch every layer: a log, a page and heat maps of each recipe in --out/watch."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print results.json on stdout instead of tables.")] = False,
     batch: Annotated[int | None, _option(DEFAULTS.batches.size, "Windows in a batch.", "--batch", panel=_MODEL)] = None,
     context: Annotated[int | None, _option(DEFAULTS.batches.context, "Bytes in a window.", "--context", panel=_MODEL)] = None,
@@ -133,7 +137,7 @@ def train(
     try:
         asked["recipes"] = None if recipe is None else parse_recipes(recipe)
         config = _settle(asked, out, resume=resume, overwrite=overwrite)
-        job = Job(config, out)
+        job = Job(config, out, watch=watch)
         if overwrite:
             remove_run(out)
         progress = make_progress(console, log_every or max(1, config.training.steps // 10))
@@ -160,7 +164,8 @@ def train(
         print_json(results)
     else:
         print_report(results_console, report)
-        results_console.print(f"Written to {out}: {', '.join(written)}", soft_wrap=True, highlight=False)
+        watched = ", watch/" if watch else ""
+        results_console.print(f"Written to {out}: {', '.join(written)}{watched}", soft_wrap=True, highlight=False)
     if _findings(result):
         raise typer.Exit(FINDINGS)
 

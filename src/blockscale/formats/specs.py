@@ -9,82 +9,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import ClassVar
 
-
-def _check(name: str, value: object, legal: tuple[object, ...]) -> None:
-    if value not in legal:
-        raise ValueError(f"{name}={value!r} is not legal; it must be one of {', '.join(map(repr, legal))}")
-
-
-@dataclass(frozen=True)
-class Format:
-    """What all formats have in common; not to be made directly."""
-
-    kind: ClassVar[str]
-    _spec: ClassVar[str]
-    #: options that came later: they stand in the text only when they differ from the default, so that old texts stay the same
-    _later: ClassVar[tuple[str, ...]] = ()
-    #: type of the block scales: "e8m0" and "e4m3" are codes with layouts, "float32" is not
-    scale_type: ClassVar[str] = "float32"
-    #: whether planes carry a global amax
-    has_amax: ClassVar[bool] = False
-    #: whether the columnwise plane is stored transposed, (K, M)
-    transposed: ClassVar[bool] = False
-
-    @property
-    def packed(self) -> bool:
-        """Whether two elements share a byte (E2M1); a row is then stored in whole blocks."""
-        return self.element_name == "e2m1"
-
-    @property
-    def has_codes(self) -> bool:
-        """Whether block scales are one-byte codes, which have layouts."""
-        return self.scale_type != "float32"
-
-    @property
-    def scales_rows(self) -> bool:
-        """Whether each row of the stored plane has a global scale of its own."""
-        return bool(getattr(self, "row_scaled", False))
-
-    @property
-    def is_2d(self) -> bool:
-        """Whether a scale belongs to a square block, the same in both planes."""
-        block = getattr(self, "block", (1, 1))
-        return bool(block[0] > 1)
-
-    @property
-    def block_length(self) -> int:
-        """Elements along the contraction that share a scale (0: all)."""
-        return int(getattr(self, "block", (0, 0))[1])
-
-    @property
-    def element_name(self) -> str:
-        """Name of the element type, whether the format has a choice of it or not."""
-        return str(getattr(self, "element"))  # noqa: B009  (a field of some formats, a constant of others)
-
-    @property
-    def label(self) -> str:
-        """A short name for tables, such as ``MXFP8 E4M3 1x32``: what differs from the defaults is named."""
-        block = getattr(self, "block", None)
-        parts = [type(self).__name__, self.element_name.upper(), *(["x".join(map(str, block))] if block else [])]
-        shown = {"element", "block"}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name not in shown and value != f.default:
-                parts.append(f.name if value is True else f"{f.name}={value}")
-        return " ".join(parts)
-
-    def spec(self) -> str:
-        """The string form, such as ``mxfp8:element=e4m3:block=1x32:scale_rounding=up:nan=propagate``."""
-        return self._spec
-
-    def __post_init__(self) -> None:
-        """Make the text once: torch.compile would take the numbers of a second format for symbolic sizes as it traced this."""
-        parts = [self.kind]
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name not in self._later or value != f.default:
-                parts.append(f"{f.name}={'x'.join(map(str, value)) if isinstance(value, tuple) else value}")
-        object.__setattr__(self, "_spec", ":".join(parts))
+from blockscale.formats.base import Format, check
 
 
 @dataclass(frozen=True)
@@ -102,15 +27,16 @@ class MXFP8(Format):
     block: tuple[int, int] = (1, 32)
     scale_rounding: str = "up"
     nan: str = "propagate"
+    columnwise_source: str = "original"
     kind: ClassVar[str] = "mxfp8"
     scale_type: ClassVar[str] = "e8m0"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check("element", self.element, ("e4m3", "e5m2"))
-        _check("block", self.block, ((1, 32), (32, 32)))
-        _check("scale_rounding", self.scale_rounding, ("up", "floor"))
-        _check("nan", self.nan, ("propagate", "ignore"))
+        check("element", self.element, ("e4m3", "e5m2"))
+        check("block", self.block, ((1, 32), (32, 32)))
+        check("scale_rounding", self.scale_rounding, ("up", "floor"))
+        check("nan", self.nan, ("propagate", "ignore"))
 
 
 @dataclass(frozen=True)
@@ -129,6 +55,7 @@ class MXFP4(Format):
     block: tuple[int, int] = (1, 32)
     scale_rounding: str = "up"
     nan: str = "propagate"
+    columnwise_source: str = "original"
     kind: ClassVar[str] = "mxfp4"
     element: ClassVar[str] = "e2m1"
     scale_type: ClassVar[str] = "e8m0"
@@ -136,9 +63,9 @@ class MXFP4(Format):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check("block", self.block, ((1, 32), (32, 32)))
-        _check("scale_rounding", self.scale_rounding, ("up", "floor"))
-        _check("nan", self.nan, ("propagate", "ignore"))
+        check("block", self.block, ((1, 32), (32, 32)))
+        check("scale_rounding", self.scale_rounding, ("up", "floor"))
+        check("nan", self.nan, ("propagate", "ignore"))
 
 
 @dataclass(frozen=True)
@@ -166,8 +93,9 @@ class NVFP4(Format):
     row_scaled: bool = False
     four_over_six: str | None = None
     scale_max: int = 448
+    columnwise_source: str = "original"
     kind: ClassVar[str] = "nvfp4"
-    _later: ClassVar[tuple[str, ...]] = ("row_scaled", "four_over_six", "scale_max")
+    _later: ClassVar[tuple[str, ...]] = ("row_scaled", "four_over_six", "scale_max", "columnwise_source")
     scale_type: ClassVar[str] = "e4m3"
     element: ClassVar[str] = "e2m1"
     has_amax: ClassVar[bool] = True
@@ -175,17 +103,17 @@ class NVFP4(Format):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check("block", self.block, ((1, 16), (16, 16)))
-        _check("hadamard", self.hadamard, (False, True))
-        _check("stochastic", self.stochastic, (False, True))
-        _check("nan", self.nan, ("propagate", "ignore"))
+        check("block", self.block, ((1, 16), (16, 16)))
+        check("hadamard", self.hadamard, (False, True))
+        check("stochastic", self.stochastic, (False, True))
+        check("nan", self.nan, ("propagate", "ignore"))
         if self.hadamard and self.is_2d:
             raise ValueError("hadamard=True is not legal with block=(16, 16): the two planes would not agree")
-        _check("row_scaled", self.row_scaled, (False, True))
+        check("row_scaled", self.row_scaled, (False, True))
         if self.row_scaled and self.is_2d:
             raise ValueError("row_scaled=True is not legal with block=(16, 16): the rows of a block would need scales of their own")
-        _check("four_over_six", self.four_over_six, (None, "mae", "mse"))
-        _check("scale_max", self.scale_max, (448, 256) if self.four_over_six else (448,))
+        check("four_over_six", self.four_over_six, (None, "mae", "mse"))
+        check("scale_max", self.scale_max, (448, 256) if self.four_over_six else (448,))
         if self.four_over_six and (self.hadamard or self.stochastic):
             raise ValueError(f"four_over_six={self.four_over_six!r} is not legal with hadamard or stochastic")
 
@@ -210,13 +138,53 @@ class FP8Tensor(Format):
     element: str = "e4m3"
     power_of_two: bool = False
     eps: float = 0.0
+    columnwise_source: str = "original"
     kind: ClassVar[str] = "fp8tensor"
+    per_tensor: ClassVar[bool] = True
     has_amax: ClassVar[bool] = True
     transposed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_fp8(self.element, self.power_of_two, self.eps)
+
+
+@dataclass(frozen=True)
+class FP8Delayed(Format):
+    """FP8 with one float32 scale a tensor (or group) that earlier steps chose (delayed scaling).
+
+    Quantizing takes the scale (``scale=``) and keeps the tensor's own amax beside the codes, for the history. After a step
+    ``reference.delayed.next_scale`` makes the next scale of the history; layers do it by themselves (``bs.update_scales``).
+    A NaN stays visible and enters no amax; what is beyond the scale's range saturates, infinities too.
+
+    Args:
+        element: "e4m3" or "e5m2".
+        history: entries of the amax history, >= 1.
+        algorithm: the amax that makes the scale: "max" of the history, or its "most_recent" entry.
+        margin: the scale is divided by 2^margin; an integer in -64..64.
+    """
+
+    element: str = "e4m3"
+    history: int = 1024
+    algorithm: str = "max"
+    margin: int = 0
+    columnwise_source: str = "original"
+    kind: ClassVar[str] = "fp8delayed"
+    per_tensor: ClassVar[bool] = True
+    has_amax: ClassVar[bool] = True
+    transposed: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check("element", self.element, ("e4m3", "e5m2"))
+        check("algorithm", self.algorithm, ("max", "most_recent"))
+        for name, value, low, high in (("history", self.history, 1, 2**20), ("margin", self.margin, -64, 64)):
+            if not isinstance(value, int) or not low <= value <= high:
+                raise ValueError(f"{name}={value!r} is not legal; it must be an integer in {low}..{high}")
+
+    def stored(self, plane: str) -> Format:
+        """The format that reads a plane's bytes: where the scale came from does not matter."""
+        return FP8Tensor(self.element)
 
 
 @dataclass(frozen=True)
@@ -236,23 +204,76 @@ class FP8Block(Format):
     block: tuple[int, int] = (1, 128)
     power_of_two: bool = True
     eps: float = 0.0
+    columnwise_source: str = "original"
     kind: ClassVar[str] = "fp8block"
     transposed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check("block", self.block, ((1, 128), (128, 128)))
+        check("block", self.block, ((1, 128), (128, 128)))
         _check_fp8(self.element, self.power_of_two, self.eps)
 
 
+@dataclass(frozen=True)
+class Hybrid(Format):
+    """Rowwise plane in one format, columnwise plane in another.
+
+    Args:
+        rowwise, columnwise: the formats; what they say about the other plane is ignored.
+        columnwise_source: of this pair: "original" or "rowwise_dequantized".
+    """
+
+    rowwise: Format
+    columnwise: Format
+    columnwise_source: str = "original"
+    kind: ClassVar[str] = "hybrid"
+
+    def __post_init__(self) -> None:
+        for name, fmt in (("rowwise", self.rowwise), ("columnwise", self.columnwise)):
+            if not isinstance(fmt, Format) or isinstance(fmt, Hybrid):
+                raise TypeError(f"{name} is {type(fmt).__name__}; a format of one plane such as MXFP8() is needed")
+            if isinstance(fmt, FP8Delayed):
+                raise ValueError(f"{name} is FP8Delayed, whose scale belongs to both planes; it cannot be one of a Hybrid")
+            if fmt.from_row:
+                raise ValueError(f"{name} has a columnwise_source; give it to Hybrid, whose planes it relates")
+        check("columnwise_source", self.columnwise_source, ("original", "rowwise_dequantized"))
+        text = ";".join((self.kind, self.rowwise.spec(), self.columnwise.spec(), self.columnwise_source))
+        object.__setattr__(self, "_spec", text)
+
+    def of(self, plane: str) -> Format:
+        """The format of "rowwise" or "columnwise"."""
+        return self.rowwise if plane == "rowwise" else self.columnwise
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether both planes have scale codes, and so all layouts."""
+        return self.rowwise.has_codes and self.columnwise.has_codes
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether a plane is rounded stochastically."""
+        return any(getattr(f, "stochastic", False) for f in (self.rowwise, self.columnwise))
+
+    @property
+    def hadamard(self) -> bool:
+        """Whether the columnwise plane is transformed."""
+        return bool(getattr(self.columnwise, "hadamard", False))
+
+    @property
+    def label(self) -> str:
+        """Both labels."""
+        source = " from the row plane" if self.from_row else ""
+        return f"rowwise {self.rowwise.label}, columnwise {self.columnwise.label}{source}"
+
+
 def _check_fp8(element: str, power_of_two: bool, eps: float) -> None:
-    _check("element", element, ("e4m3", "e5m2"))
-    _check("power_of_two", power_of_two, (False, True))
+    check("element", element, ("e4m3", "e5m2"))
+    check("power_of_two", power_of_two, (False, True))
     if not isinstance(eps, (int, float)) or not 0.0 <= eps < float("inf"):
         raise ValueError(f"eps={eps!r} is not legal; it must be finite and >= 0")
 
 
-_KINDS: dict[str, type[Format]] = {cls.kind: cls for cls in (MXFP8, MXFP4, NVFP4, FP8Tensor, FP8Block)}
+_KINDS: dict[str, type[Format]] = {cls.kind: cls for cls in (MXFP8, MXFP4, NVFP4, FP8Tensor, FP8Delayed, FP8Block)}
 
 
 @lru_cache(maxsize=256)
@@ -262,6 +283,11 @@ def parse(spec: str) -> Format:
     Raises:
         ValueError: unknown kind or option, naming the legal ones.
     """
+    if spec.startswith(f"{Hybrid.kind};"):
+        parts = spec.split(";")
+        if len(parts) != 4:
+            raise ValueError(f"format {spec!r}: hybrid;ROWWISE;COLUMNWISE;SOURCE is needed")
+        return Hybrid(parse(parts[1]), parse(parts[2]), parts[3])
     kind, *options = spec.split(":")
     if kind not in _KINDS:
         raise ValueError(f"format {spec!r}: kind {kind!r} is not one of {sorted(_KINDS)}")

@@ -6,7 +6,9 @@ from blockscale.nn.grouped_linear import GroupedLinear
 from blockscale.nn.grouped_mlp import GroupedMLP
 from blockscale.nn.linear import Linear
 from blockscale.nn.moe import MoE
-from blockscale.nn.router import Router, Routing
+from blockscale.nn.quantized import QuantizedGroupedLinear, QuantizedGroupedMLP
+from blockscale.nn.quantized_weight import QuantizedWeight
+from blockscale.nn.router import Router, Routing, expert_counts
 
 __all__ = [
     "Adapter",
@@ -15,10 +17,14 @@ __all__ = [
     "GroupedMLP",
     "Linear",
     "MoE",
+    "QuantizedGroupedLinear",
+    "QuantizedGroupedMLP",
+    "QuantizedWeight",
     "Router",
     "Routing",
     "convert_model",
     "converted_modules",
+    "expert_counts",
     "register_adapter",
     "restore_model",
     "run_experts",

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from blockscale.activations import Activation, ClampedSwiglu
+from blockscale.nn.delayed import ScaledLayer
 from blockscale.ops.grouped_mlp import grouped_mlp
 from blockscale.ops.routing import permute, unpermute
-from blockscale.recipes import Recipe
+from blockscale.recipes import Recipe, current_recipe
 
 
 @dataclass(frozen=True)
@@ -78,17 +79,34 @@ def find_adapter(module: nn.Module) -> Adapter | None:
     return next((a for a in _adapters if a.matches(module)), None)
 
 
-def run_experts(x: Tensor, ids_Tk: Tensor, probs_Tk: Tensor, weights: ExpertWeights, recipe: Recipe | None) -> Tensor:
+#: names under which a converted module keeps the delayed scaling of its two linears
+SCALINGS = ("scaling1", "scaling2")
+
+
+def run_experts(
+    x: Tensor,
+    ids_Tk: Tensor,
+    probs_Tk: Tensor,
+    weights: ExpertWeights,
+    recipe: Recipe | None,
+    keeper: nn.Module | None = None,
+) -> Tensor:
     """sum over the choices of prob * expert(x): [..., H] in x's dtype.
 
     Args:
         x: [..., H], T tokens in all.
         ids_Tk: int64 (T, k) in 0..E-1. probs_Tk: (T, k), any float dtype.
+        keeper: the converted module, which keeps what delayed scaling needs; only recipes with ``FP8Delayed`` ask for it.
 
     The probabilities are applied in float32 to the activation, before it is quantized.
     """
     x_TH = x.reshape(-1, x.shape[-1])
     rows = permute(x_TH, ids_Tk, weights.w1.shape[0], probs_Tk.float())
+    recipe, scaling = current_recipe(recipe), None
+    if isinstance(keeper, ScaledLayer):
+        roles = zip(("fc1", "fc2"), SCALINGS, strict=True)
+        one, two = (keeper.scaling_for(recipe.of(linear), weights.w1.shape[0], name) for linear, name in roles)
+        scaling = (one, two)
     y = grouped_mlp(
         rows.x,
         weights.w1,
@@ -100,6 +118,7 @@ def run_experts(x: Tensor, ids_Tk: Tensor, probs_Tk: Tensor, weights: ExpertWeig
         b1=weights.b1,
         b2=weights.b2,
         recipe=recipe,
+        scaling=scaling,
     )
     return unpermute(y, rows.row_map).view(x.shape)
 
@@ -133,7 +152,7 @@ def fused_weights(module: Any) -> ExpertWeights:
 def _fused_forward(
     module: nn.Module, recipe: Recipe | None, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    return run_experts(hidden_states, top_k_index, top_k_weights, fused_weights(module), recipe)
+    return run_experts(hidden_states, top_k_index, top_k_weights, fused_weights(module), recipe, module)
 
 
 def _gpt_oss_forward(
@@ -144,7 +163,7 @@ def _gpt_oss_forward(
     act = ClampedSwiglu(limit=float(module.limit), alpha=float(module.alpha), offset=1.0)
     w1, w2 = module.gate_up_proj.mT, module.down_proj.mT
     weights = ExpertWeights(w1, w2, module.gate_up_proj_bias, module.down_proj_bias, act, 1)
-    return run_experts(hidden_states, router_indices, routing_weights, weights, recipe)
+    return run_experts(hidden_states, router_indices, routing_weights, weights, recipe, module)
 
 
 # lists of experts of transformers 4: a block with a Linear gate and a ModuleList of gated MLPs
@@ -182,7 +201,7 @@ def _list_forward(module: Any, recipe: Recipe | None, hidden_states: Tensor) -> 
     if getattr(module, "norm_topk_prob", True):
         probs = probs / probs.sum(dim=-1, keepdim=True)
     probs = probs.to(hidden_states.dtype)
-    return run_experts(hidden_states, ids, probs, list_weights(module.experts), recipe), logits
+    return run_experts(hidden_states, ids, probs, list_weights(module.experts), recipe, module), logits
 
 
 register_adapter(Adapter("fused experts", _matches_fused, _fused_forward))

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from blockscale.nn.adapters import Adapter, find_adapter
+from blockscale.nn.adapters import SCALINGS, Adapter, find_adapter
+from blockscale.nn.delayed import ScaledLayer
 from blockscale.nn.linear import Linear
 from blockscale.recipes import Recipe, check_recipe
 
@@ -19,7 +20,7 @@ _ORIGINAL = "_blockscale_original"  # the class that a converted module had
 _ADDED = ("recipe", "accumulate_into_main_grad", "wgrad_queue", "weight_cache", "_blockscale_adapter")
 
 
-class _ConvertedExperts(nn.Module):
+class _ConvertedExperts(ScaledLayer):
     """What a module that an adapter runs gets as an additional base class."""
 
     recipe: Recipe | None
@@ -81,6 +82,8 @@ def restore_model(model: nn.Module) -> nn.Module:
             module.__class__ = original
             for name in _ADDED:
                 module.__dict__.pop(name, None)
+            for name in ("scaling", *SCALINGS):
+                module._modules.pop(name, None)
     return model
 
 

@@ -8,14 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from blockscale.layouts import offsets_from_sizes
+from blockscale.nn.delayed import ScaledLayer
 from blockscale.ops import checks
 from blockscale.ops.grouped_linear import grouped_linear
+from blockscale.ops.tap import Tap
 from blockscale.ops.weight_cache import WeightCache
 from blockscale.ops.wgrad_queue import WgradQueue
-from blockscale.recipes import Recipe, check_recipe
+from blockscale.recipes import Recipe, check_recipe, current_recipe
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(ScaledLayer):
     """y = x W_g^T + b_g for the rows of each group g, in the formats of a recipe, forward and backward.
 
     Args:
@@ -33,7 +35,10 @@ class GroupedLinear(nn.Module):
     Attributes:
         weight: (G, N, K). bias: (G, N) or None. Both initialised uniformly in +-1/sqrt(K), as torch.nn.Linear.
         wgrad_queue, weight_cache: with delay_wgrad, cache_weights; else None.
+        tap: while somebody watches the layer (``bs.watch``); else None.
     """
+
+    tap: Tap | None = None
 
     def __init__(
         self,
@@ -64,9 +69,13 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_groups, out_features, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
+        if recipe is not None:
+            self.scaling_for(recipe.of("linear"), num_groups)
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew."""
+        """Draw the parameters anew; delayed scaling starts anew too."""
+        for state in self.tensor_scalings():
+            state.reset()
         bound = 1 / math.sqrt(self.in_features)
         with torch.no_grad():
             self.weight.uniform_(-bound, bound)
@@ -89,15 +98,18 @@ class GroupedLinear(nn.Module):
             (M, N) in x's dtype; rows past the last group are zero.
         """
         offsets = resolve_offsets(sizes, offsets)
+        recipe = current_recipe(self.recipe)
         return grouped_linear(
             x,
             self.weight,
             offsets,
             self.bias,
-            recipe=self.recipe,
+            recipe=recipe,
+            scaling=self.scaling_for(recipe.of("linear"), self.num_groups),
             main_grad=self.main_grad(),
             cache=self.weight_cache,
             queue=self.wgrad_queue,
+            tap=self.tap,
         )
 
     def backward_dw(self, microbatches: int | None = None) -> None:
@@ -112,7 +124,7 @@ class GroupedLinear(nn.Module):
         Raises:
             RuntimeError: nothing waits, or ``delay_wgrad`` is False. ValueError: fewer wait than asked for.
         """
-        delayed(self.wgrad_queue).run([self.weight], [self.main_grad()], microbatches)
+        delayed(self.wgrad_queue).run([self.weight], [self.main_grad()], microbatches, self.tap)
 
     def extra_repr(self) -> str:
         """Sizes and recipe."""

@@ -9,8 +9,9 @@ from blockscale.activations import Activation, parse
 from blockscale.nn.grouped_linear import GroupedLinear, delayed, resolve_offsets
 from blockscale.ops import checks
 from blockscale.ops.grouped_mlp import grouped_mlp
+from blockscale.ops.tap import Tap
 from blockscale.ops.wgrad_queue import WgradQueue
-from blockscale.recipes import Recipe
+from blockscale.recipes import Recipe, check_recipe, current_recipe
 
 
 class GroupedMLP(nn.Module):
@@ -32,7 +33,10 @@ class GroupedMLP(nn.Module):
 
     Attributes:
         fc1.weight (G, 2I or I, H), fc2.weight (G, H, I), and their biases (G, .) or None.
+        tap: while somebody watches the layer (``bs.watch``); else None.
     """
+
+    tap: Tap | None = None
 
     def __init__(
         self,
@@ -59,12 +63,16 @@ class GroupedMLP(nn.Module):
         width = self.activation.pre_width(intermediate)
         self.activation.out_width(width, glu_interleave)
         self.glu_interleave = glu_interleave
-        self.recipe = recipe
+        self.recipe = None if recipe is None else check_recipe(recipe)
         self.recompute = recompute
         self.wgrad_queue = WgradQueue() if delay_wgrad else None
-        shared = (bias, recipe, accumulate_into_main_grad, False, cache_weights, device, dtype)
+        shared = (bias, None, accumulate_into_main_grad, False, cache_weights, device, dtype)
         self.fc1 = GroupedLinear(num_groups, hidden, width, *shared)
         self.fc2 = GroupedLinear(num_groups, intermediate, hidden, *shared)
+        for name, layer in (("fc1", self.fc1), ("fc2", self.fc2)):
+            layer.recipe = recipe  # not given before: what the linear would keep alone may not be what it keeps here
+            if recipe is not None:
+                layer.scaling_for(recipe.of(name), num_groups)
 
     def forward(
         self, x: Tensor, sizes: Tensor | None = None, probs: Tensor | None = None, *, offsets: Tensor | None = None
@@ -81,6 +89,7 @@ class GroupedMLP(nn.Module):
         """
         main1, main2 = self.fc1.main_grad(), self.fc2.main_grad()
         cache1, cache2 = self.fc1.weight_cache, self.fc2.weight_cache
+        recipe, G = current_recipe(self.recipe), self.fc1.num_groups
         return grouped_mlp(
             x,
             self.fc1.weight,
@@ -91,17 +100,19 @@ class GroupedMLP(nn.Module):
             probs=probs,
             b1=self.fc1.bias,
             b2=self.fc2.bias,
-            recipe=self.recipe,
+            recipe=recipe,
             main_grads=None if main1 is None or main2 is None else (main1, main2),
             caches=None if cache1 is None or cache2 is None else (cache1, cache2),
             queue=self.wgrad_queue,
             recompute=self.recompute,
+            scaling=(self.fc1.scaling_for(recipe.of("fc1"), G), self.fc2.scaling_for(recipe.of("fc2"), G)),
+            tap=self.tap,
         )
 
     def backward_dw(self, microbatches: int | None = None) -> None:
         """As :meth:`~blockscale.nn.grouped_linear.GroupedLinear.backward_dw`, for both weights."""
         weights, main_grads = [self.fc1.weight, self.fc2.weight], [self.fc1.main_grad(), self.fc2.main_grad()]
-        delayed(self.wgrad_queue).run(weights, main_grads, microbatches)
+        delayed(self.wgrad_queue).run(weights, main_grads, microbatches, self.tap, ("dw1", "dw2"))
 
     def extra_repr(self) -> str:
         """Activation, interleave and recipe."""

@@ -6,14 +6,16 @@ import torch
 from torch import Tensor, nn
 
 from blockscale.layouts import offsets_from_sizes
+from blockscale.nn.delayed import ScaledLayer
 from blockscale.nn.grouped_linear import delayed, main_grad_of
 from blockscale.ops.grouped_linear import grouped_linear
+from blockscale.ops.tap import Tap
 from blockscale.ops.weight_cache import WeightCache
 from blockscale.ops.wgrad_queue import WgradQueue
-from blockscale.recipes import Recipe, check_recipe
+from blockscale.recipes import Recipe, check_recipe, current_recipe
 
 
-class Linear(nn.Linear):
+class Linear(ScaledLayer, nn.Linear):
     """y = x W^T + b, a :class:`~blockscale.nn.grouped_linear.GroupedLinear` of one group: the same operator, the same bits.
 
     A ``torch.nn.Linear`` in every other respect: parameters, initialisation, state dict, ``isinstance``.
@@ -30,12 +32,14 @@ class Linear(nn.Linear):
     Attributes:
         weight: (N, K). bias: (N,) or None.
         wgrad_queue, weight_cache: with delay_wgrad, cache_weights; else None.
+        tap: while somebody watches the layer (``bs.watch``); else None.
     """
 
     recipe: Recipe | None
     accumulate_into_main_grad: bool
     wgrad_queue: WgradQueue | None
     weight_cache: WeightCache | None
+    tap: Tap | None = None
 
     def __init__(
         self,
@@ -67,6 +71,14 @@ class Linear(nn.Linear):
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.wgrad_queue = WgradQueue() if delay_wgrad else None
         self.weight_cache = WeightCache() if cache_weights else None
+        if recipe is not None:
+            self.scaling_for(recipe.of("linear"), 1)
+
+    def reset_parameters(self) -> None:
+        """As ``torch.nn.Linear``; delayed scaling starts anew too."""
+        super().reset_parameters()
+        for state in self.tensor_scalings():
+            state.reset()
 
     def main_grad(self) -> Tensor | None:
         """As :meth:`~blockscale.nn.grouped_linear.GroupedLinear.main_grad`, in the weight's own shape (N, K)."""
@@ -82,22 +94,24 @@ class Linear(nn.Linear):
         if x.dim() < 1 or x.shape[-1] != self.in_features:
             raise ValueError(f"x has shape {tuple(x.shape)}; [..., {self.in_features}] is needed")
         x_MK = x.reshape(-1, self.in_features)
-        main_grad = self.main_grad()
+        main_grad, recipe = self.main_grad(), current_recipe(self.recipe)
         y_MN = grouped_linear(
             x_MK,
             self.weight[None],
             one_group(x_MK),
             None if self.bias is None else self.bias[None],
-            recipe=self.recipe,
+            recipe=recipe,
+            scaling=self.scaling_for(recipe.of("linear"), 1),
             main_grad=None if main_grad is None else main_grad[None],
             cache=self.weight_cache,
             queue=self.wgrad_queue,
+            tap=self.tap,
         )
         return y_MN.view(*x.shape[:-1], self.out_features)
 
     def backward_dw(self, microbatches: int | None = None) -> None:
         """As :meth:`~blockscale.nn.grouped_linear.GroupedLinear.backward_dw`."""
-        delayed(self.wgrad_queue).run([self.weight], [self.main_grad()], microbatches)
+        delayed(self.wgrad_queue).run([self.weight], [self.main_grad()], microbatches, self.tap)
 
     def extra_repr(self) -> str:
         """Sizes and recipe."""

@@ -5,6 +5,9 @@ Legend: T tokens, E experts, k choices per token, H hidden, R = T*k permuted row
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +34,7 @@ class MoE(nn.Module):
         shared_intermediate: width of a shared expert that sees every token; None: there is none.
         bias, glu_interleave, recipe, accumulate_into_main_grad, delay_wgrad, cache_weights, recompute, dtype: as in
             :class:`~blockscale.nn.grouped_mlp.GroupedMLP`.
+        router_options: further arguments of the Router: expert_groups, expert_bias, capacity_factor, z_loss_coef, ...
         device: of all parameters.
 
     Attributes:
@@ -55,6 +59,7 @@ class MoE(nn.Module):
         delay_wgrad: bool = False,
         cache_weights: bool = False,
         recompute: bool = False,
+        router_options: Mapping[str, Any] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -78,7 +83,8 @@ class MoE(nn.Module):
             )
 
         self.hidden = hidden
-        self.router = Router(hidden, num_experts, top_k, score, normalize, aux_loss_coef, device=device)
+        options = router_options or {}
+        self.router = Router(hidden, num_experts, top_k, score, normalize, aux_loss_coef, device=device, **options)
         self.experts = mlp(num_experts, intermediate)
         self.shared = None if shared_intermediate is None else mlp(1, shared_intermediate)
 
@@ -86,7 +92,8 @@ class MoE(nn.Module):
         """Run x [..., H] through the layer.
 
         Returns:
-            y [..., H] in x's dtype and the router's aux_loss, a float32 scalar.
+            y [..., H] in x's dtype and the router's losses, aux_loss + z_loss, a float32 scalar. A token whose choices were
+            all dropped comes out as zero (or as the shared expert's output).
 
         Raises:
             ValueError: the last dimension of x is not ``hidden``.
@@ -97,13 +104,14 @@ class MoE(nn.Module):
         routing = self.router(x_TH)
         rows = permute(x_TH, routing.ids, self.router.num_experts, routing.probs)
         y_RH = self.experts(rows.x, None, rows.probs, offsets=rows.offsets)
+        loss = routing.aux_loss + routing.z_loss if self.router.z_loss_coef else routing.aux_loss
         if self.shared is None:
-            return unpermute(y_RH, rows.row_map).view(x.shape), routing.aux_loss
+            return unpermute(y_RH, rows.row_map).view(x.shape), loss
         # a sum, since inductor cannot compile torch.full of a symbolic number of tokens
         sizes = torch.ones(x_TH.shape[0], dtype=torch.int64, device=x.device).sum(0, keepdim=True)
         shared_TH = self.shared(x_TH, sizes)
         y_TH = unpermute(y_RH.float(), rows.row_map) + shared_TH.float()
-        return y_TH.to(x.dtype).view(x.shape), routing.aux_loss
+        return y_TH.to(x.dtype).view(x.shape), loss
 
     def backward_dw(self, microbatches: int | None = None) -> None:
         """As :meth:`~blockscale.nn.grouped_linear.GroupedLinear.backward_dw`, for the experts and the shared expert."""

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from blockscale.activations import Activation, parse
-from blockscale.ops import checks, registry
-from blockscale.reference.activations import activation_backward as reference_backward
-from blockscale.reference.activations import activation_forward as reference_forward
+from blockscale.ops import backend, checks, registry
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -51,8 +49,8 @@ def check_activation(h: Tensor, probs: Tensor | None, offsets: Tensor | None, in
         raise ValueError(f"h has shape {tuple(h.shape)}; [rows, columns] is needed")
     if h.dtype not in DTYPES:
         raise TypeError(f"h has dtype {h.dtype}; it must be one of {DTYPES}")
-    if interleave is not None and interleave < 1:
-        raise ValueError(f"interleave={interleave} is not legal; it must be None or at least 1")
+    if interleave is not None:
+        checks.count("interleave", interleave)
     if probs is not None:
         if probs.dtype != torch.float32:
             raise TypeError(f"probs has dtype {probs.dtype}; it must be torch.float32")
@@ -64,33 +62,11 @@ def check_activation(h: Tensor, probs: Tensor | None, offsets: Tensor | None, in
         checks.same_device(h=h, offsets=checks.offsets(offsets))
 
 
-def _live_rows(offsets: Tensor | None, rows: int) -> int:
-    """The number of live rows, read on the host; for offsets on the CPU only."""
-    if offsets is None:
-        return rows
-    checks.offset_values(offsets, rows)
-    return int(offsets[-1])
-
-
-def _live_mask(offsets: Tensor | None, h: Tensor) -> Tensor | None:
-    return None if offsets is None else torch.arange(h.shape[0], device=h.device) < offsets[-1]
-
-
-def _padded(x: Tensor, rows: int) -> Tensor:
-    if x.shape[0] == rows:
-        return x
-    out = x.new_zeros(rows, *x.shape[1:])
-    out[: x.shape[0]] = x
-    return out
-
-
 def run_forward(h: Tensor, probs: Tensor | None, offsets: Tensor | None, act: str, interleave: int) -> Tensor:
     """The implementation of the operator ``activation``."""
-    parsed, runs, rows = parse(act), interleave or None, h.shape[0]
-    if h.device.type != "cpu":
-        return reference_forward(h, parsed, probs, runs, _live_mask(offsets, h))
-    live = _live_rows(offsets, rows)
-    return _padded(reference_forward(h[:live], parsed, None if probs is None else probs[:live], runs, None), rows)
+    if offsets is not None:
+        checks.offset_values(offsets, h.shape[0])
+    return backend.activation_forward(h, parse(act), probs, interleave or None, offsets)
 
 
 def _forward_fake(h: Tensor, probs: Tensor | None, offsets: Tensor | None, act: str, interleave: int) -> Tensor:
@@ -105,13 +81,9 @@ def run_backward(
     expected = (rows, parsed.out_width(h.shape[1], runs))
     if dy.shape != expected or dy.dtype != h.dtype:
         raise ValueError(f"dy is {tuple(dy.shape)} {dy.dtype}; it must be {expected} {h.dtype}, like the result")
-    if h.device.type != "cpu":
-        dh, ds = reference_backward(dy, h, parsed, probs, runs, _live_mask(offsets, h))
-    else:
-        live = _live_rows(offsets, rows)
-        s = None if probs is None else probs[:live]
-        dh, ds = reference_backward(dy[:live], h[:live], parsed, s, runs, None)
-        dh, ds = _padded(dh, rows), None if ds is None else _padded(ds, rows)
+    if offsets is not None:
+        checks.offset_values(offsets, rows)
+    dh, ds = backend.activation_backward(dy, h, parsed, probs, runs, offsets)
     return dh, h.new_empty(0, dtype=torch.float32) if ds is None else ds
 
 

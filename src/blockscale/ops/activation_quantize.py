@@ -16,7 +16,6 @@ from blockscale.formats import parse as parse_format
 from blockscale.ops import backend, checks, registry
 from blockscale.ops.activation import check_activation, run_backward, run_forward
 from blockscale.ops.quantize import check_options, check_rng, fake_grouped
-from blockscale.reference.grouped_gemm import bias_grad
 from blockscale.tensors import GroupedTensor, planes_from_list
 
 
@@ -48,7 +47,7 @@ def activation_quantize(
         TypeError, ValueError: naming the argument, its value and what is legal.
     """
     parsed = parse(act)
-    check_activation(h, probs, offsets, interleave)
+    check_activation(h, probs, checks.offsets(offsets), interleave)
     check_options(fmt, rowwise, columnwise, layout, ("compact", "swizzled"))
     rng = check_rng(rng, None, fmt, h)
     tensors = torch.ops.blockscale.activation_quantize(
@@ -81,7 +80,7 @@ def activation_backward_quantize(
         (dh quantized (M, W), ds float32 (M,) or None without probs, dbias float32 (G, W)); dbias sums the rounded dh.
     """
     parsed = parse(act)
-    check_activation(h, probs, offsets, interleave)
+    check_activation(h, probs, checks.offsets(offsets), interleave)
     checks.same_device(h=h, dy=checks.dtype("dy", dy, (h.dtype,)))
     checks.shape("dy", dy, (h.shape[0], parsed.out_width(h.shape[1], interleave)), "the shape of the activation")
     check_options(fmt, rowwise, columnwise, layout, ("compact", "swizzled"))
@@ -144,7 +143,7 @@ def _backward(
     checks.offset_values(offsets, h.shape[0])
     dh, ds = run_backward(dy, h, probs, offsets, act, interleave)
     planes = backend.quantize(dh, offsets, parse_format(fmt), rowwise, columnwise, layout, None, rng)
-    return [*planes, ds, bias_grad(dh, offsets)]
+    return [*planes, ds, backend.bias_grad(dh, offsets)]
 
 
 def _backward_fake(

@@ -1,24 +1,30 @@
 """Which implementation runs an operator on a device, and why. The choice changes speed; quantized bits never.
 
-On the CPU the compiled kernels run whenever they could be built (``kernels.cpu.build``); else, and on other devices, the
-reference does. :func:`choose` says which, and :func:`quantize` (as the other stages do) follows it.
+On the CPU the compiled kernels run whenever they could be built (``kernels.cpu.build``) and know the formats; else, and on
+other devices, the reference does. :func:`choose` says which, and the functions below follow it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from blockscale.formats import Format
+from blockscale.activations import Activation
+from blockscale.formats import Format, FP8Delayed, Hybrid
+from blockscale.kernels.cpu import activation as cpu_activation
+from blockscale.kernels.cpu import count as cpu_count
 from blockscale.kernels.cpu import gemm as cpu_gemm
 from blockscale.kernels.cpu import quantize as cpu_quantize
+from blockscale.kernels.cpu import reduce as cpu_reduce
 from blockscale.kernels.cpu.blas import bf16_gemm
 from blockscale.kernels.cpu.build import load
 from blockscale.ops import checks
+from blockscale.reference import activations as reference_activations
+from blockscale.reference import count as reference_count
 from blockscale.reference import grouped_gemm as reference_gemm
 from blockscale.reference import quantize as reference_quantize
 from blockscale.tensors import GroupedTensor
@@ -30,9 +36,17 @@ _REFERENCE = {
     "activation": "blockscale.reference.activations",
     "reduce": "blockscale.reference.grouped_gemm",
     "routing": "blockscale.reference.routing",
+    "count": "blockscale.reference.count",
 }
-#: what has a compiled CPU kernel
-_CPU = {"quantize": "blockscale.kernels.cpu.quantize", "gemm": "blockscale.kernels.cpu.gemm"}
+#: what has a compiled CPU kernel; routing is index arithmetic and copies, which torch does at the speed of memory
+_CPU = {
+    "quantize": "blockscale.kernels.cpu.quantize",
+    "gemm": "blockscale.kernels.cpu.gemm",
+    "activation": "blockscale.kernels.cpu.activation",
+    "reduce": "blockscale.kernels.cpu.reduce",
+    "count": "blockscale.kernels.cpu.count",
+}
+_SUMS = "the reference's meaning, sums in an order of its own"
 
 _only_reference = False
 
@@ -47,21 +61,34 @@ class Choice:
     workspace_bytes: int
 
 
-def choose(stage: str, device: torch.device) -> Choice:
-    """The implementation of a kind of stage ("quantize", "gemm", "activation", "reduce", "routing") on ``device``."""
+def choose(stage: str, device: torch.device, *formats: Format | None) -> Choice:
+    """The implementation of a kind of stage ("quantize", "gemm", "activation", "reduce", "routing", "count") on ``device``.
+
+    Args:
+        formats: of what is quantized, or of the operands that are multiplied; None for a high-precision operand.
+    """
+    why = _against_cpu(stage, device, *formats)
+    if why is not None:
+        return Choice("reference", _REFERENCE[stage], why, 0)
+    what = {"gemm": _products(), "reduce": _SUMS}.get(stage, "the bits of the reference")
+    return Choice("cpu", _CPU[stage], f"{load().why}; {what}", 0)
+
+
+def _against_cpu(stage: str, device: torch.device, *formats: Format | None) -> str | None:
+    """Why the compiled CPU kernel does not run; None: it does."""
     if device.type != "cpu":
         why = f"no {device.type} kernel yet: plain torch on the device"
-        if stage in ("gemm", "reduce"):
-            why += "; reads the offsets on the host, so it syncs and cannot be captured"
-    elif stage not in _CPU:
-        why = "the only backend for the CPU: plain torch, temporaries from torch's allocator, freed on return"
-    elif _only_reference:
-        why = "asked for by a test"
-    elif load().library is None:
-        why = f"plain torch, because the faster cpu backend is not there: {load().why}"
-    else:
-        return Choice("cpu", _CPU[stage], f"{load().why}; {_products() if stage == 'gemm' else 'the bits of the reference'}", 0)
-    return Choice("reference", _REFERENCE[stage], why, 0)
+        return why + ("; reads the offsets on the host, so it syncs and cannot be captured" if stage in ("gemm", "reduce") else "")
+    if stage not in _CPU:
+        return "the only backend for the CPU: plain torch, temporaries from torch's allocator, freed on return"
+    if _only_reference:
+        return "asked for by a test"
+    if load().library is None:
+        return f"plain torch, because the faster cpu backend is not there: {load().why}"
+    for fmt in formats:
+        if fmt is not None and (fmt.from_row or not cpu_quantize.covers(fmt)):
+            return f"plain torch, because the faster cpu backend has no code for {fmt.label}"
+    return None
 
 
 def _products() -> str:
@@ -74,8 +101,7 @@ def _products() -> str:
 def fast(stage: str, device: torch.device, *operands: Format | GroupedTensor | Tensor) -> bool:
     """Whether the compiled CPU kernels run this kind of stage on operands of these formats."""
     formats = [x.format if isinstance(x, GroupedTensor) else x for x in operands if not isinstance(x, Tensor)]
-    here = device.type == "cpu" and stage in _CPU and not _only_reference and load().library is not None
-    return here and all(map(cpu_quantize.covers, formats))
+    return _against_cpu(stage, device, *formats) is None
 
 
 @contextmanager
@@ -99,18 +125,31 @@ def quantize(
     amax: Tensor | None,
     rng: Tensor | None,
     out: list[Tensor] | None = None,
+    scale: Tensor | None = None,
 ) -> list[Tensor]:
-    """Planes of x (M, K), grouped by ``offsets`` or plain (None), in the operators' order; in ``out`` when given."""
+    """Planes of x (M, K), grouped by ``offsets`` or plain (None), in the operators' order; in ``out`` when given.
+
+    ``scale`` float32 (G,): of ``FP8Delayed``.
+    """
     if offsets is not None:
         checks.offset_values(offsets, x.shape[0])
+    if isinstance(fmt, Hybrid) and rowwise and columnwise and not fmt.from_row:
+        return [
+            *quantize(x, offsets, fmt.rowwise, True, False, layout, None, rng, None if out is None else out[:3]),
+            *quantize(x, offsets, fmt.columnwise, False, True, layout, None, rng, None if out is None else out[3:]),
+        ]
+    if isinstance(fmt, FP8Delayed) and scale is None:
+        raise ValueError("format fp8delayed quantizes with a scale that is kept between steps, and here is none to give")
+    if not (columnwise and fmt.from_row) and not isinstance(fmt, FP8Delayed):
+        fmt = fmt.stored("rowwise" if rowwise else "columnwise")
     if fast("quantize", x.device, fmt):
         if out is None or _separate(x, out):
             return cpu_quantize.quantize(x, offsets, fmt, rowwise, columnwise, layout, amax, rng, out)
         planes = cpu_quantize.quantize(x, offsets, fmt, rowwise, columnwise, layout, amax, rng)
     elif offsets is None:
-        planes = reference_quantize.quantize(x, fmt, rowwise, columnwise, layout, amax, rng)
+        planes = reference_quantize.quantize(x, fmt, rowwise, columnwise, layout, amax, rng, scale)
     else:
-        planes = reference_quantize.quantize_grouped(x, offsets, fmt, rowwise, columnwise, layout, amax, rng)
+        planes = reference_quantize.quantize_grouped(x, offsets, fmt, rowwise, columnwise, layout, amax, rng, scale)
     if out is None:
         return planes
     for target, source in zip(out, planes, strict=True):
@@ -122,6 +161,14 @@ def _separate(x: Tensor, out: list[Tensor]) -> bool:
     """Whether the kernels can write to ``out`` at once: whole tensors in memory that x does not share."""
     memory = x.untyped_storage().data_ptr()
     return all(t.is_contiguous() and t.untyped_storage().data_ptr() != memory for t in out)
+
+
+def _one_plane(x: GroupedTensor | Tensor, plane: str) -> GroupedTensor | Tensor:
+    """An operand as one plane in the format of its bytes, so that kernels need not know how it was made."""
+    if isinstance(x, Tensor):
+        return x
+    row, column = (x.plane(plane), None) if plane == "rowwise" else (None, x.plane(plane))
+    return replace(x, format=x.format.stored(plane), rowwise=row, columnwise=column)
 
 
 def rows_by_weight(
@@ -136,6 +183,7 @@ def rows_by_weight(
     bias_scale: Tensor | None = None,
 ) -> Tensor:
     """Forward and dgrad: ``reference.grouped_gemm.rows_by_weight`` or the kernel of the same meaning."""
+    a, w = _one_plane(a, "rowwise"), _one_plane(w, "rowwise" if transpose else "columnwise")
     options = {"transpose": transpose, "out_dtype": out_dtype, "bias": bias, "bias_scale": bias_scale}
     if fast("gemm", offsets.device, a, w):
         checks.offset_values(offsets, capacity)
@@ -145,7 +193,55 @@ def rows_by_weight(
 
 def wgrad(dy: GroupedTensor | Tensor, x: GroupedTensor | Tensor, offsets: Tensor, capacity: int) -> Tensor:
     """float32 (G, N, K): ``reference.grouped_gemm.wgrad`` or the kernel of the same meaning."""
+    dy, x = _one_plane(dy, "columnwise"), _one_plane(x, "columnwise")
     if fast("gemm", offsets.device, dy, x):
         checks.offset_values(offsets, capacity)
         return cpu_gemm.wgrad(dy, x, offsets, capacity, product=reference_gemm.product)
     return reference_gemm.wgrad(dy, x, offsets, capacity)
+
+
+def bias_grad(dy: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
+    """float32 (G, N): sum of each group's rows, times ``scale`` (capacity,) when given."""
+    if fast("reduce", dy.device):
+        return cpu_reduce.bias_grad(dy, offsets, scale)
+    return reference_gemm.bias_grad(dy, offsets, scale)
+
+
+def row_dot(dy: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
+    """float32 (capacity,): dy . bias of the row's group; 0 for a dead row."""
+    if fast("reduce", dy.device):
+        return cpu_reduce.row_dot(dy, bias, offsets)
+    return reference_gemm.row_dot(dy, bias, offsets)
+
+
+def activation_forward(h: Tensor, act: Activation, probs: Tensor | None, interleave: int | None, offsets: Tensor | None) -> Tensor:
+    """act(h) * probs in h's dtype; rows from ``offsets[-1]`` on are zero, whatever they hold."""
+    if fast("activation", h.device):
+        return cpu_activation.forward(h, act, probs, interleave, _live_rows(offsets, h.shape[0]))
+    return reference_activations.activation_forward(h, act, probs, interleave, _live_mask(offsets, h))
+
+
+def activation_backward(
+    dy: Tensor, h: Tensor, act: Activation, probs: Tensor | None, interleave: int | None, offsets: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """(dh in h's dtype, ds float32 (rows,) or None without probs); dead rows as in :func:`activation_forward`."""
+    if fast("activation", h.device):
+        return cpu_activation.backward(dy, h, act, probs, interleave, _live_rows(offsets, h.shape[0]))
+    return reference_activations.activation_backward(dy, h, act, probs, interleave, _live_mask(offsets, h))
+
+
+def _live_rows(offsets: Tensor | None, rows: int) -> int:
+    return rows if offsets is None else int(offsets[-1])
+
+
+def _live_mask(offsets: Tensor | None, h: Tensor) -> Tensor | None:
+    return None if offsets is None else torch.arange(h.shape[0], device=h.device) < offsets[-1]
+
+
+def count_into(out: Tensor, x: Tensor, offsets: Tensor, q: GroupedTensor | None, call: int) -> None:
+    """``reference.count.count_into`` or the kernel of the same meaning."""
+    one = None if q is None else _one_plane(q, "rowwise")
+    assert not isinstance(one, Tensor)
+    if fast("count", x.device) and x.dtype in cpu_quantize.DTYPES:
+        return cpu_count.count_into(out, x, offsets, one, call)
+    return reference_count.count_into(out, x, offsets, one, call)

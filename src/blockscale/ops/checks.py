@@ -82,12 +82,23 @@ def offset_values(x: Tensor, capacity: int) -> None:
         raise ValueError(f"offsets[-1]={values[-1]}: the sizes sum to more than the {capacity} rows of the buffer")
 
 
-def count(name: str, value: object, least: int = 1) -> int:
-    """An integer that is at least ``least``."""
+def count(name: str, value: object, least: int = 1, most: int | None = None) -> int:
+    """An integer that is at least ``least`` and, if given, at most ``most``."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} is {type(value).__name__}; an int is needed")
     if value < least:
         raise ValueError(f"{name}={value} is not legal; it must be at least {least}")
+    if most is not None and value > most:
+        raise ValueError(f"{name}={value} is not legal; it must be at most {most}")
+    return value
+
+
+def within(name: str, value: object, most: int, meaning: str) -> int:
+    """An integer in 1..most; ``meaning`` says what ``most`` is."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} is {type(value).__name__}; an int is needed")
+    if not 1 <= value <= most:
+        raise ValueError(f"{name}={value} is not legal; it must be in 1..{most}, {meaning}")
     return value
 
 

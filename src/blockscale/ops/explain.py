@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from blockscale.formats import Format, parse
 from blockscale.ops.backend import Choice, choose
 from blockscale.ops.quantize import fake_grouped
 from blockscale.ops.registry import NAMESPACE
 from blockscale.ops.stages import LAYOUT
+from blockscale.ops.steps import outputs, steps
 from blockscale.recipes import parse_recipe
 
 
@@ -165,118 +165,31 @@ class _Recorder(TorchDispatchMode):
             values = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
             device = next(t.device for t in tree_leaves((result, args)) if isinstance(t, Tensor))
             made = result if isinstance(result, (list, tuple)) else [result]
-            names = _OUTPUTS.get(name, ())
-            if values.get("recompute") and parse_recipe(values["recipe"]).input is not None:
-                names = _recomputed_outputs(values["recipe"])
-            self.made |= {_storage(t): n for t, n in zip(made, names, strict=False)}
+            self.made |= {_storage(t): n for t, n in zip(made, outputs(name, values), strict=False)}
             self.keep += made
             self._note_cached(name, values)
-            forward, backward = _STAGES.get(name, _plain)(name, values)
-            self.forward += [Stage("forward", what, choose(kind, device)) for kind, what in forward]
-            self.backward = [Stage("backward", what, choose(kind, device)) for kind, what in backward] + self.backward
+            forward, backward = steps(name, values)
+            self.forward += [Stage("forward", s.what, choose(s.kind, device, *s.formats)) for s in forward]
+            self.backward = [Stage("backward", s.what, choose(s.kind, device, *s.formats)) for s in backward] + self.backward
         return result
 
     def _note_cached(self, name: str, values: dict[str, Any]) -> None:
         """Planes that a weight's cache will hold, once a weight."""
-        weights = {"grouped_linear": ("weight",), "grouped_mlp": ("w1", "w2")}.get(name, ())
-        fmt = parse_recipe(values["recipe"]).weight if weights else None
-        if fmt is None or not (values.get("cache") is not None or values.get("caches")):
+        if not (values.get("cache") is not None or values.get("caches")):
             return
-        for w in weights:
-            weight = values[w]
+        recipe = parse_recipe(values["recipe"])
+        for w, linear in {"grouped_linear": (("weight", "linear"),), "grouped_mlp": (("w1", "fc1"), ("w2", "fc2"))}[name]:
+            r, weight = recipe.of(linear), values[w]
+            if r.weight is None:
+                continue
             G, N, K = weight.shape
             label = self.given.get(_storage(weight), w)
             for plane, noted in self.cached.items():
                 row = plane == "rowwise"
-                made = fake_grouped(weight, G * N, K, G, fmt, row, not row, LAYOUT)
+                if not (row or r.backward == "quantized"):
+                    continue
+                made = fake_grouped(weight, G * N, K, G, r.weight, row, not row, LAYOUT)
                 nbytes = sum(t.nbytes for t in made)
-                entry = Saved(f"{label}, {plane}", tuple(weight.shape), fmt.label, nbytes, True)
+                entry = Saved(f"{label}, {plane}", tuple(weight.shape), r.weight.of(plane).label, nbytes, True)
                 if entry not in noted:
                     noted.append(entry)
-
-
-Steps = list[tuple[str, str]]
-
-
-def _plain(name: str, values: dict[str, Any]) -> tuple[Steps, Steps]:
-    kinds = {"quantize": "quantize", "grouped_gemm": "gemm", "activation": "activation"}
-    kind = next((k for prefix, k in kinds.items() if name.startswith(prefix)), "routing")
-    what = f"{name} to {parse(values['fmt']).label}" if "fmt" in values else name
-    differentiable = kind == "routing" or name == "activation"
-    return [(kind, what)], [(kind, f"{name} backward")] if differentiable else []
-
-
-def _to(fmt: Format | None, what: str, planes: str) -> Steps:
-    """The step that quantizes; none where the operand stays high precision (rounded to bfloat16 inside the GEMM)."""
-    return [] if fmt is None else [("quantize", f"{what} to {fmt.label}, {planes}")]
-
-
-def _later(values: dict[str, Any]) -> str:
-    """What is said of a weight gradient that backward leaves."""
-    return "" if values["queue"] is None else ", in backward_dw()"
-
-
-def _linear(name: str, values: dict[str, Any]) -> tuple[Steps, Steps]:
-    r = parse_recipe(values["recipe"])
-    kept = "" if values["cache"] is None else ", once a weight version"
-    planes = "both planes" if values["save_input"] else "rowwise"
-    forward = [*_to(r.input, "x", planes), *_to(r.weight, "weight", "rowwise" + kept), ("gemm", "y = x W^T")]
-    weight = _to(r.weight, "weight", "columnwise" + kept)
-    backward = [*_to(r.gradient, "dy", "both planes"), *weight, ("gemm", "dx = dy W")]
-    backward += [("gemm", "dW = dy^T x" + _later(values))] + ([("reduce", "dbias")] if values["bias"] is not None else [])
-    return forward, backward
-
-
-def _mlp(name: str, values: dict[str, Any]) -> tuple[Steps, Steps]:
-    r, act = parse_recipe(values["recipe"]), values["act"].partition(":")[0]
-    planes = "both planes" if values["save_input"] else "rowwise"
-    kept = ", once a weight version" if values["caches"] else ""
-    row, column = "rowwise" + kept, "columnwise" + kept
-    again: Steps = [*_to(r.weight, "w1", row), ("gemm", "h = x W1^T, again")] if values["recompute"] else []
-    forward: Steps = [
-        *_to(r.input, "x", planes),
-        *_to(r.weight, "w1", row),
-        ("gemm", "h = x W1^T"),
-        ("activation", f"a = {act}(h)"),
-        *_to(r.input, "a", "rowwise"),
-        *_to(r.weight, "w2", row),
-        ("gemm", "y = a W2^T"),
-    ]
-    backward: Steps = [
-        *again,
-        *_to(r.gradient, "dy", "both planes"),
-        ("activation", f"a = {act}(h), again"),
-        *_to(r.input, "a", "columnwise"),
-        ("gemm", "dW2 = dy^T a" + _later(values)),
-        *([("reduce", "db2")] if values["b2"] is not None else []),
-        *_to(r.weight, "w2", column),
-        ("gemm", "da = dy W2"),
-        ("activation", "dh and dprobs from da and h"),
-        *([("reduce", "db1")] if values["b1"] is not None else []),
-        *_to(r.gradient, "dh", "both planes"),
-        ("gemm", "dW1 = dh^T x" + _later(values)),
-        *_to(r.weight, "w1", column),
-        ("gemm", "dx = dh W1"),
-    ]
-    return forward, backward
-
-
-_PLANE = ("x columnwise data", "x columnwise scale", "x columnwise amax")
-
-
-def _recomputed_outputs(recipe: str) -> tuple[str, ...]:
-    """Names of what ``grouped_mlp`` makes when it does not keep h."""
-    fmt = parse_recipe(recipe).input
-    row = tuple(n.replace("columnwise", "rowwise") for n in _PLANE)
-    return ("y", *(row if fmt is not None and fmt.has_amax else row[:2]), *_PLANE)
-
-
-#: names of what an operator makes, for the list of what is kept
-_OUTPUTS = {
-    "grouped_linear": ("y", *_PLANE),
-    "grouped_mlp": ("y", "h (pre-activation)", *_PLANE),
-    "permute": ("permuted x", "permuted probs", "offsets", "row map"),
-    "router": ("probs", "ids", "scores"),
-    "unpermute": ("y",),
-}
-_STAGES: dict[str, Callable[[str, dict[str, Any]], tuple[Steps, Steps]]] = {"grouped_linear": _linear, "grouped_mlp": _mlp}

@@ -73,6 +73,8 @@ def grouped_gemm(
         expected = k if role == "forward" else n
         if a_columns != expected:
             raise ValueError(f"a has {a_columns} columns; {role} with b of {n} x {k} a group needs {expected}")
+        if role == "dgrad" and isinstance(b, GroupedTensor) and _transformed(b):
+            raise ValueError("hadamard is True for b; the columnwise plane of a transformed weight is of no use in dgrad")
     checks.same_device(offsets=offsets, a=_some_tensor(a), b=_some_tensor(b), bias=bias, bias_scale=bias_scale, out=out)
     operands = [*_pack("a", a, PLANES[role][0]), *_pack("b", b, PLANES[role][1])]
     if bias_scale is not None and bias is None:
@@ -159,8 +161,12 @@ def _weight_shape(w: Operand, G: int) -> tuple[int, int]:
     return w.shape[1], w.shape[2]
 
 
+def _transformed(x: GroupedTensor) -> bool:
+    return bool(getattr(x.format.of("columnwise"), "hadamard", False))
+
+
 def _check_transform(a: Operand, b: Operand) -> None:
-    transformed = [isinstance(t, GroupedTensor) and getattr(t.format, "hadamard", False) for t in (a, b)]
+    transformed = [isinstance(t, GroupedTensor) and _transformed(t) for t in (a, b)]
     if transformed[0] != transformed[1]:
         raise ValueError(f"hadamard is {transformed[0]} for a and {transformed[1]} for b; wgrad needs the same in both")
 
@@ -177,7 +183,7 @@ def _pack(name: str, x: Operand, plane: str) -> tuple[list[Tensor], str, str]:
         p = x.plane(plane)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    return p.tensors(), x.format.spec(), p.layout
+    return p.tensors(), x.format.of(plane).spec(), p.layout
 
 
 def _unpack(

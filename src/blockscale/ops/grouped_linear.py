@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockscale.ops import checks, registry, stages
-from blockscale.ops.quantize import fake_grouped, rng_from
-from blockscale.ops.weight_cache import WeightCache, weight_operand
+from blockscale.ops import checks, delayed, registry, stages
+from blockscale.ops.delayed import Scaling
+from blockscale.ops.operands import KeptInput, LinearOperands, fake_saved, kept_planes
+from blockscale.ops.quantize import rng_from
+from blockscale.ops.tap import Seen, Tap, backward_tap, forward_tap
+from blockscale.ops.weight_cache import WeightCache
 from blockscale.ops.wgrad_queue import WgradQueue, find_queue, waiting, without_hooks
 from blockscale.recipes import Recipe, current_recipe, parse_recipe
 
@@ -29,6 +32,8 @@ def grouped_linear(
     bias_scale: Tensor | None = None,
     cache: WeightCache | None = None,
     queue: WgradQueue | None = None,
+    scaling: Scaling | None = None,
+    tap: Tap | None = None,
 ) -> Tensor:
     """y = x W^T + b, group by group, with quantized operands forward and backward.
 
@@ -45,6 +50,8 @@ def grouped_linear(
         bias_scale: float32 (M,), multiplies the bias of each row.
         cache: keeps the quantized weight until the weight changes.
         queue: backward leaves dW there, to be computed by ``queue.run``; W gets no gradient until then.
+        scaling: scales and histories of the recipe's ``FP8Delayed`` formats; histories take amaxes where grad is enabled.
+        tap: somebody watches: the tensors of both passes are shown to its listeners.
 
     Returns:
         (M, N) in x's dtype, dead rows zero.
@@ -65,6 +72,8 @@ def grouped_linear(
         rng = rng_from(None, x.device)
     needs = torch.is_grad_enabled() and w.requires_grad
     main_grads = [] if main_grad is None or queue is not None else [main_grad]  # a queue adds to main_grad by itself
+    linears = ((recipe.of("linear"), scaling),)
+    scales, histories = delayed.arguments(linears, x, w.shape[0])
     outputs = torch.ops.blockscale.grouped_linear(
         x,
         without_hooks(w, queue),
@@ -75,9 +84,14 @@ def grouped_linear(
         main_grads,
         None if cache is None else cache.ticket,
         None if queue is None else queue.ticket,
+        scales,
+        histories,
         recipe.spec(),
         needs,
+        None if tap is None else tap.ticket,
     )
+    if scales and torch.is_grad_enabled():
+        delayed.record(linears, outputs)
     y: Tensor = outputs[0]
     return y
 
@@ -123,15 +137,21 @@ def _forward(
     main_grads: list[Tensor],
     cache: Tensor | None,
     queue: Tensor | None,
+    scales: list[Tensor],
+    histories: list[Tensor],
     recipe: str,
     save_input: bool,
+    tap: Tensor | None,
 ) -> list[Tensor]:
     checks.offset_values(offsets, x.shape[0])
-    r = parse_recipe(recipe)
-    x_q = stages.quantize(x, offsets, r.input, rowwise=True, columnwise=save_input)
-    w_q = weight_operand(weight, r.weight, "rowwise", cache)
+    r = parse_recipe(recipe).of("linear")
+    of, planes = LinearOperands(weight, offsets, r, cache, *delayed.of_linear(r, scales, [], 0)), kept_planes(r, save_input)
+    x_q, w_q = of.input(x, planes), of.weight_rows()
     y = stages.forward_gemm(x_q, w_q, offsets, x.dtype, bias, bias_scale)
-    return [y, *(stages.plane_tensors(x_q) if save_input else [])]
+    if (watched := forward_tap(tap)) is not None:
+        watched.see_weight("weight", weight, w_q)
+        watched.see_pass([Seen("input", x, x_q), Seen("output", y)], offsets)
+    return [y, *stages.plane_tensors(x_q, planes), *of.amaxes(x_q, w_q)]
 
 
 def _forward_fake(
@@ -144,21 +164,16 @@ def _forward_fake(
     main_grads: list[Tensor],
     cache: Tensor | None,
     queue: Tensor | None,
+    scales: list[Tensor],
+    histories: list[Tensor],
     recipe: str,
     save_input: bool,
+    tap: Tensor | None,
 ) -> list[Tensor]:
     y = x.new_empty((x.shape[0], weight.shape[1]))
-    return [y, *(fake_saved(x, offsets, recipe) if save_input else [])]
-
-
-def fake_saved(x: Tensor, offsets: Tensor, recipe: str, plane: str = "columnwise") -> list[Tensor]:
-    """Empty tensors like a plane of x that forward saves."""
-    fmt = parse_recipe(recipe).input
-    if fmt is None:
-        return []
-    row = plane == "rowwise"
-    planes = fake_grouped(x, x.shape[0], x.shape[1], offsets.shape[0] - 1, fmt, row, not row, stages.LAYOUT)
-    return planes if fmt.has_amax else planes[:2]
+    r = parse_recipe(recipe).of("linear")
+    amaxes = delayed.fake_amaxes((r,), x, weight.shape[0])
+    return [y, *fake_saved(x, offsets, r, kept_planes(r, save_input)), *amaxes]
 
 
 def _backward(
@@ -173,23 +188,31 @@ def _backward(
     main_grads: list[Tensor],
     cache: Tensor | None,
     queue: Tensor | None,
+    scales: list[Tensor],
+    histories: list[Tensor],
     recipe: str,
     copy: bool,
     needs: list[bool],
+    tap: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    r = parse_recipe(recipe)
+    r = parse_recipe(recipe).of("linear")
     need_dx, need_dw, need_db, need_ds = needs
-    dy_q = stages.quantize(dy, offsets, r.gradient, rowwise=need_dx, columnwise=need_dw, rng=rng)
+    of = LinearOperands(weight, offsets, r, cache, *delayed.of_linear(r, scales, histories, 0))
+    dy_q = of.gradient(dy, need_dx, need_dw, rng)
     dx, dw, db = (stages.empty(t) for t in (dy, weight, weight if bias is None else bias))
     ds = dy.new_empty(0, dtype=torch.float32)
     if need_dx:
-        dx = stages.dgrad_gemm(dy_q, weight_operand(weight, r.weight, "columnwise", cache), offsets, dy.dtype)
+        dx = stages.dgrad_gemm(dy_q, of.weight_for_dgrad(), offsets, dy.dtype)
     if need_dw:
-        x_q = stages.saved_operand(saved, x, (dy.shape[0], weight.shape[2]), r.input, offsets)
+        x_q = KeptInput(x, saved, False).for_wgrad(of, dy.shape[0])
         if queue is None:
             dw = stages.wgrad_gemm(dy_q, x_q, offsets, weight, main_grads[0] if main_grads else None)
         else:
             find_queue(queue).put([waiting(0, dy_q, x_q, offsets)], copy)
+    if (watched := backward_tap(tap)) is not None:
+        watched.see_pass([Seen("gradient", dy, dy_q), *([Seen("dx", dx)] if need_dx else [])], offsets)
+        if need_dw and queue is None:
+            watched.see_weight("dw", main_grads[0] if main_grads else dw)
     if need_db and bias is not None:
         db = stages.bias_grad(dy, offsets, bias_scale).to(bias.dtype)
     if need_ds and bias is not None:
@@ -209,9 +232,12 @@ def _backward_fake(
     main_grads: list[Tensor],
     cache: Tensor | None,
     queue: Tensor | None,
+    scales: list[Tensor],
+    histories: list[Tensor],
     recipe: str,
     copy: bool,
     needs: list[bool],
+    tap: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     need_dx, need_dw, need_db, need_ds = needs
     dx = dy.new_empty((dy.shape[0], weight.shape[2]) if need_dx else 0)
@@ -222,39 +248,46 @@ def _backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weight, offsets, bias, bias_scale, rng, ctx.main_grads, cache, ctx.queue, ctx.recipe, _ = inputs
+    x, weight, offsets, bias, bias_scale, rng, ctx.main_grads, cache, ctx.queue, scales, ctx.histories = inputs[:11]
+    ctx.recipe, _, ctx.tap = inputs[11:]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    x = x if parse_recipe(ctx.recipe).input is None else None  # a quantized input is saved as its columnwise plane
-    ctx.save_for_backward(x, weight, offsets, bias, bias_scale, rng, cache, *output[1:])
+    r = parse_recipe(ctx.recipe).of("linear")
+    x = x if r.saved_plane is None else None  # else a plane of it is saved
+    ctx.num_scales = len(scales)
+    planes = output[1 : len(output) - delayed.count((r,))]
+    ctx.save_for_backward(x, weight, offsets, bias, bias_scale, rng, cache, *scales, *planes)
 
 
 def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     dy = grads[0]
-    no_main = [None] * len(ctx.main_grads)
+    no_main, no_scales = [None] * len(ctx.main_grads), ([None] * ctx.num_scales, [None] * len(ctx.histories))
     if dy is None:
-        return (None,) * 6 + (no_main,) + (None,) * 4
+        return (None,) * 6 + (no_main, None, None, *no_scales, None, None, None)
     x, weight, offsets, bias, bias_scale, rng, cache, *saved = ctx.saved_tensors
+    scales, saved = saved[: ctx.num_scales], saved[ctx.num_scales :]
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 3, 4)]
     copy = type(dy) is not Tensor  # traced: the operands will lie in memory that the graph uses again
+    options = (scales, ctx.histories, ctx.recipe, copy, needs, ctx.tap)
     dx, dw, db, ds = torch.ops.blockscale.grouped_linear_backward(
-        dy, x, saved, weight, offsets, bias, bias_scale, rng, ctx.main_grads, cache, ctx.queue, ctx.recipe, copy, needs
+        dy, x, saved, weight, offsets, bias, bias_scale, rng, ctx.main_grads, cache, ctx.queue, *options
     )
     keep = [needs[0], needs[1] and not ctx.main_grads and ctx.queue is None, *needs[2:]]
     dx, dw, db, ds = (g if k else None for g, k in zip((dx, dw, db, ds), keep, strict=True))
-    return dx, dw, None, db, ds, None, no_main, None, None, None, None
+    return dx, dw, None, db, ds, None, no_main, None, None, *no_scales, None, None, None
 
 
 registry.define(
     "grouped_linear(Tensor x, Tensor weight, Tensor offsets, Tensor? bias, Tensor? bias_scale, Tensor? rng,"
-    " Tensor[] main_grads, Tensor? cache, Tensor? queue, str recipe, bool save_input) -> Tensor[]",
+    " Tensor[] main_grads, Tensor? cache, Tensor? queue, Tensor[] scales, Tensor[] histories, str recipe, bool save_input,"
+    " Tensor? tap) -> Tensor[]",
     _forward,
     _forward_fake,
 )
 registry.define(
     "grouped_linear_backward(Tensor dy, Tensor? x, Tensor[] saved, Tensor weight, Tensor offsets, Tensor? bias,"
-    " Tensor? bias_scale, Tensor? rng, Tensor(a!)[] main_grads, Tensor? cache, Tensor(b!)? queue, str recipe, bool copy,"
-    " bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
+    " Tensor? bias_scale, Tensor? rng, Tensor(a!)[] main_grads, Tensor? cache, Tensor(b!)? queue, Tensor[] scales,"
+    " Tensor(c!)[] histories, str recipe, bool copy, bool[] needs, Tensor? tap) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from blockscale.formats import Format, parse
+from blockscale.formats import Format, FP8Delayed, Hybrid, parse
 from blockscale.layouts import LAYOUTS
 from blockscale.ops import backend, checks, registry
 from blockscale.tensors import BlockScaledTensor, GroupedTensor, planes_from_list
@@ -35,6 +35,7 @@ def quantize(
     amax: Tensor | None = None,
     generator: torch.Generator | None = None,
     rng: Tensor | None = None,
+    scale: Tensor | None = None,
     out: BlockScaledTensor | None = None,
 ) -> BlockScaledTensor:
     """Quantize a matrix to a block-scaled format.
@@ -49,7 +50,8 @@ def quantize(
             there is one). NVFP4 and FP8Tensor only. Row-scaled NVFP4: with one plane asked, in the shape of its amax.
         generator: source of random bits for ``stochastic=True``; None: torch's default.
         rng: int64[2] (seed, offset) on x's device, instead of ``generator``.
-        out: a result to overwrite, made by the same call; no memory is kept besides.
+        scale: float32 [1] that values are multiplied by: of FP8Delayed, which needs it. Its planes keep the tensor's own amax.
+        out: a result to overwrite, made by the same call; no memory is kept besides. Not of FP8Delayed.
 
     Returns:
         The quantized tensor (``out`` if given).
@@ -66,12 +68,16 @@ def quantize(
     check_options(fmt, rowwise, columnwise, layout, LAYOUTS)
     amax = _check_amax(amax, fmt, x, None, rowwise, columnwise)
     rng = check_rng(rng, generator, fmt, x)
+    _check_scale(scale, fmt, x, 1, out)
     shape = (x.shape[0], x.shape[1])
     if out is not None:
         targets = _out_tensors(out, BlockScaledTensor, fmt, shape, rowwise, columnwise, layout)
         torch.ops.blockscale.quantize_out(x, fmt.spec(), rowwise, columnwise, layout, amax, rng, targets)
         return out
-    tensors = torch.ops.blockscale.quantize(x, fmt.spec(), rowwise, columnwise, layout, amax, rng)
+    if scale is not None:
+        tensors = torch.ops.blockscale.quantize_scaled(x, None, fmt.spec(), rowwise, columnwise, layout, scale)
+    else:
+        tensors = torch.ops.blockscale.quantize(x, fmt.spec(), rowwise, columnwise, layout, amax, rng)
     row, column = planes_from_list(tensors, fmt, rowwise, columnwise, layout)
     return BlockScaledTensor(shape, fmt, row, column)
 
@@ -87,6 +93,7 @@ def quantize_grouped(
     amax: Tensor | None = None,
     generator: torch.Generator | None = None,
     rng: Tensor | None = None,
+    scale: Tensor | None = None,
     out: GroupedTensor | None = None,
 ) -> GroupedTensor:
     """Quantize the groups of rows of one buffer; each result equals ``quantize`` of that group's rows.
@@ -96,7 +103,7 @@ def quantize_grouped(
             ``offsets=None``: G groups of N rows.
         offsets: int64[G+1] on x's device, from 0, never decreasing.
         layout: "compact" or "swizzled" (FP8 formats: "compact").
-        amax: float32 [G], or [2, G].
+        amax: float32 [G], or [2, G]. scale: float32 [G].
         fmt, rowwise, columnwise, generator, rng, out, raises: as :func:`quantize`.
     """
     matrix_rows = None
@@ -114,13 +121,17 @@ def quantize_grouped(
     amax = _check_amax(amax, fmt, x, offsets.shape[0] - 1, rowwise, columnwise)
     rng = check_rng(rng, generator, fmt, x)
     shape = (x.shape[0], x.shape[1])
+    _check_scale(scale, fmt, x, offsets.shape[0] - 1, out)
     args = (x, offsets, fmt.spec(), rowwise, columnwise, layout, amax, rng)
     if out is not None:
         targets = _out_tensors(out, GroupedTensor, fmt, shape, rowwise, columnwise, layout)
         checks.shape("out.offsets", out.offsets, tuple(offsets.shape), "as offsets")
         torch.ops.blockscale.quantize_grouped_out(*args, [*targets, out.offsets])
         return out
-    tensors = torch.ops.blockscale.quantize_grouped(*args)
+    if scale is not None:
+        tensors = torch.ops.blockscale.quantize_scaled(*args[:6], scale)
+    else:
+        tensors = torch.ops.blockscale.quantize_grouped(*args)
     row, column = planes_from_list(tensors, fmt, rowwise, columnwise, layout)
     return GroupedTensor(shape, fmt, row, column, offsets, matrix_rows)
 
@@ -144,7 +155,9 @@ def _check_amax(
 ) -> Tensor | None:
     if amax is None:
         return None
-    if not fmt.has_amax:
+    if isinstance(fmt, Hybrid):
+        raise ValueError("amax is given but the planes have formats of their own; quantize them one at a time")
+    if not fmt.has_amax or isinstance(fmt, FP8Delayed):
         raise ValueError(f"amax is given but {fmt.kind} has no global scale; leave it None")
     checks.dtype("amax", amax, (torch.float32,))
     if fmt.scales_rows:
@@ -162,6 +175,17 @@ def _check_amax(
         if wrong.numel():
             raise ValueError(f"amax holds {wrong[0].item()}; a largest magnitude is needed, >= 0 and not NaN")
     return amax
+
+
+def _check_scale(scale: Tensor | None, fmt: Format, x: Tensor, groups: int, out: object) -> None:
+    if isinstance(fmt, FP8Delayed) != (scale is not None):
+        what = "is given but the format makes its own" if scale is not None else "is None; float32, one a group, is needed"
+        raise ValueError(f"scale {what}: {fmt.kind}")
+    if scale is not None:
+        checks.shape("scale", checks.dtype("scale", scale, (torch.float32,)), (groups,), "one a group")
+        checks.same_device(x=x, scale=scale)
+        if out is not None:
+            raise ValueError("out is not supported for fp8delayed; it returns new tensors")
 
 
 def check_rng(rng: Tensor | None, generator: torch.Generator | None, fmt: Format, x: Tensor) -> Tensor | None:
@@ -248,6 +272,20 @@ def _quantize_grouped_out(
     kept_offsets.copy_(offsets)
 
 
+def _quantize_scaled(
+    x: Tensor, offsets: Tensor | None, fmt: str, rowwise: bool, columnwise: bool, layout: str, scale: Tensor
+) -> list[Tensor]:
+    return backend.quantize(x, offsets, parse(fmt), rowwise, columnwise, layout, None, None, scale=scale)
+
+
+def _quantize_scaled_fake(
+    x: Tensor, offsets: Tensor | None, fmt: str, rowwise: bool, columnwise: bool, layout: str, scale: Tensor
+) -> list[Tensor]:
+    if offsets is None:
+        return _quantize_fake(x, fmt, rowwise, columnwise, layout, None, None)
+    return _quantize_grouped_fake(x, offsets, fmt, rowwise, columnwise, layout, None, None)
+
+
 def _fake_plane(x: Tensor, fmt: Format, data: tuple[int, ...], scale: tuple[int, ...], amax: tuple[int, ...]) -> list[Tensor]:
     shapes = ((data, torch.uint8), (scale, scale_dtype(fmt)), (amax, torch.float32))
     return [x.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
@@ -263,7 +301,8 @@ def _quantize_fake(
     f, (M, K) = parse(fmt), x.shape
     result: list[Tensor] = []
     for p in _asked(rowwise, columnwise):
-        result += _fake_plane(x, f, *plane_shapes(f, M, K, p, layout), amax_shape(f, p, M, K, None))
+        own = f.of(p)
+        result += _fake_plane(x, own, *plane_shapes(own, M, K, p, layout), amax_shape(own, p, M, K, None))
     return result
 
 
@@ -286,8 +325,9 @@ def fake_grouped(
     """Empty planes of a grouped tensor, in the operators' order."""
     result: list[Tensor] = []
     for p in _asked(rowwise, columnwise):
-        shapes = grouped_plane_shapes(fmt, capacity, K, G, p, layout)
-        result += _fake_plane(x, fmt, *shapes, amax_shape(fmt, p, capacity, K, G))
+        own = fmt.of(p)
+        shapes = grouped_plane_shapes(own, capacity, K, G, p, layout)
+        result += _fake_plane(x, own, *shapes, amax_shape(own, p, capacity, K, G))
     return result
 
 
@@ -297,3 +337,8 @@ registry.define(f"quantize({_PLAIN}) -> Tensor[]", _quantize, _quantize_fake)
 registry.define(f"quantize_grouped({_GROUPED}) -> Tensor[]", _quantize_grouped, _quantize_grouped_fake)
 registry.define(f"quantize_out({_PLAIN}, Tensor(a!)[] out) -> ()", _quantize_out, lambda *args: None)
 registry.define(f"quantize_grouped_out({_GROUPED}, Tensor(a!)[] out) -> ()", _quantize_grouped_out, lambda *args: None)
+registry.define(
+    "quantize_scaled(Tensor x, Tensor? offsets, str fmt, bool rowwise, bool columnwise, str layout, Tensor scale) -> Tensor[]",
+    _quantize_scaled,
+    _quantize_scaled_fake,
+)

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from blockscale.ops import registry
+from blockscale.ops import checks, registry
 from blockscale.reference import routing as reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: a larger number of experts is taken for a mistake; offsets of so many are 8 MiB
+MAX_EXPERTS = 1 << 20
 
 
 class Permuted(NamedTuple):
@@ -25,14 +27,26 @@ class Permuted(NamedTuple):
     row_map: Tensor
 
 
-def router(logits: Tensor, top_k: int, score: str, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
+def router(
+    logits: Tensor,
+    top_k: int,
+    score: str,
+    normalize: bool,
+    *,
+    expert_bias: Tensor | None = None,
+    expert_groups: int = 1,
+    group_top_k: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The ``top_k`` best experts of each token; differentiable in ``probs`` and ``scores``.
 
     Args:
         logits: float32 [T, E].
         top_k: choices per token, 1..E.
-        score: "softmax" (over all E) or "sigmoid".
+        score: "softmax" (over all E), "sigmoid" or "sqrt_softplus" (the root of log(1 + exp(logit))).
         normalize: divide the probabilities of a token's choices by their sum.
+        expert_bias: float32 [E], added to the scores for the choice only: it enters neither probs nor scores.
+        expert_groups, group_top_k: the experts lie in so many equal groups in a row; each token chooses among those of the
+            ``group_top_k`` groups with the greatest sum of their two best (biased) scores.
 
     Returns:
         ids int64 [T, k] (distinct for a token, best first, ties to the lowest expert, NaN logits last), probs float32
@@ -46,12 +60,26 @@ def router(logits: Tensor, top_k: int, score: str, normalize: bool) -> tuple[Ten
         raise ValueError(f"logits has shape {tuple(logits.shape)}; [tokens, experts] is needed")
     if logits.dtype != torch.float32:
         raise TypeError(f"logits has dtype {logits.dtype}; it must be torch.float32")
-    if not 1 <= top_k <= logits.shape[1]:
-        raise ValueError(f"top_k={top_k} is not legal; it must be in 1..{logits.shape[1]}, the number of experts")
+    checks.within("top_k", top_k, logits.shape[1], "the number of experts")
+    checks.flag("normalize", normalize)
     if score not in reference.SCORES:
         raise ValueError(f"score={score!r} is not one of {reference.SCORES}")
-    probs, ids, scores = torch.ops.blockscale.router(logits, top_k, score, normalize)
+    if expert_bias is not None:
+        checks.shape("expert_bias", checks.dtype("expert_bias", expert_bias, (torch.float32,)), (logits.shape[1],), "one an expert")
+        checks.same_device(logits=logits, expert_bias=expert_bias)
+    check_groups(logits.shape[1], top_k, expert_groups, group_top_k)
+    probs, ids, scores = torch.ops.blockscale.router(logits, expert_bias, top_k, score, normalize, expert_groups, group_top_k)
     return ids, probs, scores
+
+
+def check_groups(experts: int, top_k: int, expert_groups: int, group_top_k: int) -> None:
+    """``ValueError`` unless the groups divide the experts and the chosen ones hold ``top_k``."""
+    if experts % checks.count("expert_groups", expert_groups):
+        raise ValueError(f"expert_groups={expert_groups} is not legal; it must divide {experts}, the number of experts")
+    checks.within("group_top_k", group_top_k, expert_groups, "the number of groups")
+    if group_top_k * (experts // expert_groups) < top_k:
+        held = group_top_k * (experts // expert_groups)
+        raise ValueError(f"group_top_k={group_top_k} groups hold {held} experts; top_k={top_k} of them are needed")
 
 
 def permute(x: Tensor, ids: Tensor, num_experts: int, probs: Tensor | None = None) -> Permuted:
@@ -59,24 +87,24 @@ def permute(x: Tensor, ids: Tensor, num_experts: int, probs: Tensor | None = Non
 
     Args:
         x: [T, H] float32, bfloat16 or float16.
-        ids: int64 [T, k], the chosen experts, each in 0..num_experts-1.
+        ids: int64 [T, k], the chosen experts, each in 0..num_experts-1, or -1 for a choice that was dropped.
         num_experts: E.
         probs: float32 [T, k], carried along.
 
     Returns:
         Permuted(x [T*k, H], probs [T*k] or None, offsets int64 [E+1], row_map int64 [T, k]); ``row_map[t, j]`` is the
-        row of token t's choice j. Example: ids [[1], [0]] gives rows (token 1, token 0), offsets [0, 1, 2] and
-        row_map [[1], [0]].
+        row of token t's choice j, -1 for a dropped one. Dropped choices are no rows of any expert: as many rows as there
+        are lie past ``offsets[-1]``, zero, so that no shape depends on how many were dropped. Example: ids [[1], [0]]
+        gives rows (token 1, token 0), offsets [0, 1, 2] and row_map [[1], [0]].
 
     Raises:
-        ValueError: a shape or, on the CPU, an id outside 0..E-1. TypeError: a dtype.
+        ValueError: a shape or, on the CPU, an id outside -1..E-1. TypeError: a dtype.
     """
     _check_rows("x", x)
     _check_index("ids", ids, x.device)
     if ids.shape[0] != x.shape[0]:
         raise ValueError(f"ids has {ids.shape[0]} rows; it must have one per token of x, {x.shape[0]}")
-    if num_experts < 1:
-        raise ValueError(f"num_experts={num_experts} is not legal; it must be at least 1")
+    checks.count("num_experts", num_experts, most=MAX_EXPERTS)
     _check_probs(probs, ids)
     x_RH, probs_R, offsets, row_map = torch.ops.blockscale.permute(x, ids, num_experts, probs)
     return Permuted(x_RH, None if probs is None else probs_R, offsets, row_map)
@@ -87,14 +115,14 @@ def unpermute(y: Tensor, row_map: Tensor, probs: Tensor | None = None) -> Tensor
 
     Args:
         y: [R, H] float32, bfloat16 or float16; rows that ``row_map`` leaves out influence nothing.
-        row_map: int64 [T, k] from :func:`permute`; each row at most once.
+        row_map: int64 [T, k] from :func:`permute`; each row at most once; -1, a dropped choice, adds nothing.
         probs: float32 [T, k]; None: ones.
 
     Returns:
         [T, H] in y's dtype: a float32 sum in the order of j, rounded once.
 
     Raises:
-        ValueError: a shape or, on the CPU, an entry of row_map outside 0..R-1 or used twice. TypeError: a dtype.
+        ValueError: a shape or, on the CPU, an entry of row_map outside -1..R-1 or used twice. TypeError: a dtype.
     """
     _check_rows("y", y)
     _check_index("row_map", row_map, y.device)
@@ -134,8 +162,8 @@ def _check_range(name: str, index: Tensor, size: int) -> None:
     if index.device.type != "cpu" or index.numel() == 0:
         return
     low, high = (int(v) for v in index.aminmax())
-    if low < 0 or high >= size:
-        raise ValueError(f"{name} holds {low if low < 0 else high}; every entry must be in 0..{size - 1}")
+    if low < -1 or high >= size:
+        raise ValueError(f"{name} holds {low if low < -1 else high}; every entry must be in 0..{size - 1}, or -1 (dropped)")
 
 
 # router
@@ -144,39 +172,43 @@ def _check_range(name: str, index: Tensor, size: int) -> None:
 # The operator returns probs before ids: opcheck adds up the outputs' sums in the dtype of the first.
 
 
-def _router(logits: Tensor, top_k: int, score: str, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    ids, probs, scores = reference.router_forward(logits, top_k, score, normalize)
+def _router(
+    logits: Tensor, expert_bias: Tensor | None, top_k: int, score: str, normalize: bool, groups: int, group_top_k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    selection = reference.Selection(groups, group_top_k)
+    ids, probs, scores = reference.router_forward(logits, top_k, score, normalize, expert_bias, selection)
     return probs, ids, scores
 
 
-def _router_fake(logits: Tensor, top_k: int, score: str, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _router_fake(logits: Tensor, expert_bias: Tensor | None, top_k: int, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     probs = logits.new_empty(logits.shape[0], top_k)
     return probs, logits.new_empty(probs.shape, dtype=torch.int64), logits.new_empty(logits.shape)
 
 
-def _router_backward_fake(
-    dprobs: Tensor, dscores: Tensor, probs: Tensor, ids: Tensor, scores: Tensor, score: str, normalize: bool
-) -> Tensor:
+def _router_backward_fake(dprobs: Tensor, dscores: Tensor, probs: Tensor, ids: Tensor, scores: Tensor, *options: Any) -> Tensor:
     return scores.new_empty(scores.shape)
 
 
 def _router_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, _, ctx.score, ctx.normalize = inputs
-    ctx.save_for_backward(*output)
+    logits, _, _, ctx.score, ctx.normalize, _, _ = inputs
+    ctx.save_for_backward(*output, logits if ctx.score == "sqrt_softplus" else None)
 
 
-def _router_autograd(ctx: Any, dprobs: Tensor, dids: Any, dscores: Tensor) -> tuple[Tensor, None, None, None]:
-    dlogits = torch.ops.blockscale.router_backward(dprobs, dscores, *ctx.saved_tensors, ctx.score, ctx.normalize)
-    return dlogits, None, None, None
+def _router_autograd(ctx: Any, dprobs: Tensor, dids: Any, dscores: Tensor) -> tuple[Any, ...]:
+    *outputs, logits = ctx.saved_tensors
+    dlogits = torch.ops.blockscale.router_backward(dprobs, dscores, *outputs, ctx.score, ctx.normalize, logits)
+    return dlogits, None, None, None, None, None, None
 
 
 registry.define(
-    "router(Tensor logits, int top_k, str score, bool normalize) -> (Tensor probs, Tensor ids, Tensor scores)",
+    "router(Tensor logits, Tensor? expert_bias, int top_k, str score, bool normalize, int expert_groups, int group_top_k)"
+    " -> (Tensor probs, Tensor ids, Tensor scores)",
     _router,
     _router_fake,
 )
 registry.define(
-    "router_backward(Tensor dprobs, Tensor dscores, Tensor probs, Tensor ids, Tensor scores, str score, bool normalize) -> Tensor",
+    "router_backward(Tensor dprobs, Tensor dscores, Tensor probs, Tensor ids, Tensor scores, str score, bool normalize,"
+    " Tensor? logits) -> Tensor",
     reference.router_backward,
     _router_backward_fake,
 )
@@ -207,7 +239,12 @@ def _permute_autograd(
     ctx: Any, dx: Tensor, dprobs: Tensor, doffsets: Any, drow_map: Any
 ) -> tuple[Tensor, None, None, Tensor | None]:
     (row_map,) = ctx.saved_tensors
-    dprobs_Tk = dprobs.index_select(0, row_map.reshape(-1)).view(row_map.shape) if ctx.has_probs else None
+    dprobs_Tk = None
+    if ctx.has_probs and row_map.numel():
+        row = row_map.reshape(-1)
+        dprobs_Tk = dprobs.index_select(0, row.clamp(min=0)).masked_fill(row < 0, 0).view(row_map.shape)
+    elif ctx.has_probs:
+        dprobs_Tk = dprobs.view(row_map.shape)
     return torch.ops.blockscale.unpermute(dx, row_map, None), None, None, dprobs_Tk
 
 
@@ -225,10 +262,11 @@ registry.autograd("permute", _permute_autograd, _permute_setup)
 def _unpermute(y: Tensor, row_map: Tensor, probs: Tensor | None) -> Tensor:
     _check_range("row_map", row_map, y.shape[0])
     if row_map.device.type == "cpu":
+        rows = row_map[row_map >= 0]
         used = torch.zeros(y.shape[0], dtype=torch.bool)
-        used[row_map] = True
-        if int(used.sum()) != row_map.numel():
-            row = int(row_map.reshape(-1).bincount().argmax())
+        used[rows] = True
+        if int(used.sum()) != rows.numel():
+            row = int(rows.bincount().argmax())
             raise ValueError(f"row_map holds {row} more than once; each row of y may be used at most once")
     return reference.unpermute_forward(y, row_map, probs)
 

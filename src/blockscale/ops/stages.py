@@ -14,8 +14,7 @@ from blockscale.activations import parse as parse_activation
 from blockscale.formats import Format
 from blockscale.ops import backend
 from blockscale.ops.activation import run_backward, run_forward
-from blockscale.reference import grouped_gemm as gemm_reference
-from blockscale.tensors import GroupedTensor, Plane, planes_from_list
+from blockscale.tensors import GroupedTensor, planes_from_list
 
 Operand = GroupedTensor | Tensor
 LAYOUT = "compact"
@@ -34,24 +33,31 @@ class ActivationSpec:
 
 
 def quantize(
-    x: Tensor, offsets: Tensor, fmt: Format | None, *, rowwise: bool, columnwise: bool, rng: Tensor | None = None
+    x: Tensor,
+    offsets: Tensor,
+    fmt: Format | None,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    rng: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Operand:
-    """Quantize (M, K) rows; x itself when ``fmt`` is None."""
+    """Quantize (M, K) rows; x itself when ``fmt`` is None. ``scale``: of ``FP8Delayed``."""
     if fmt is None or not (rowwise or columnwise):
         return x
-    tensors = backend.quantize(x, offsets, fmt, rowwise, columnwise, LAYOUT, None, rng)
+    tensors = backend.quantize(x, offsets, fmt, rowwise, columnwise, LAYOUT, None, rng, scale=scale)
     row, column = planes_from_list(tensors, fmt, rowwise, columnwise, LAYOUT)
     return GroupedTensor((x.shape[0], x.shape[1]), fmt, row, column, offsets)
 
 
-def quantize_weight(w_GNK: Tensor, fmt: Format | None, plane: str) -> Operand:
+def quantize_weight(w_GNK: Tensor, fmt: Format | None, plane: str, scale: Tensor | None = None) -> Operand:
     """Quantize weights in one plane; w itself when ``fmt`` is None."""
     if fmt is None:
         return w_GNK
     G, N, K = w_GNK.shape
     offsets = torch.arange(G + 1, device=w_GNK.device) * N
     row = plane == "rowwise"
-    q = quantize(w_GNK.reshape(G * N, K), offsets, fmt, rowwise=row, columnwise=not row)
+    q = quantize(w_GNK.reshape(G * N, K), offsets, fmt, rowwise=row, columnwise=not row, scale=scale)
     assert isinstance(q, GroupedTensor)
     return replace(q, matrix_rows=N)
 
@@ -79,7 +85,7 @@ def wgrad_gemm(dy: Operand, x: Operand, offsets: Tensor, w: Tensor, main_grad: T
 
 def bias_grad(dy: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
     """Sum of each group's rows (times ``scale``), (G, N) float32."""
-    return gemm_reference.bias_grad(dy, offsets, scale)
+    return backend.bias_grad(dy, offsets, scale)
 
 
 def activation(h: Tensor, offsets: Tensor, probs: Tensor | None, act: ActivationSpec) -> Tensor:
@@ -92,26 +98,9 @@ def activation_backward(dy: Tensor, h: Tensor, offsets: Tensor, probs: Tensor | 
     return run_backward(dy, h, probs, offsets, act.act, act.interleave)
 
 
-def plane_tensors(x: Operand, plane: str = "columnwise") -> list[Tensor]:
-    """A plane as a list to save for backward; nothing for a high-precision tensor."""
-    return x.plane(plane).tensors() if isinstance(x, GroupedTensor) else []
-
-
-def saved_operand(
-    saved: list[Tensor],
-    x: Tensor | None,
-    shape: tuple[int, int],
-    fmt: Format | None,
-    offsets: Tensor,
-    plane: str = "columnwise",
-) -> Operand:
-    """Inverse of :func:`plane_tensors`; ``x`` itself when ``fmt`` is None."""
-    if fmt is None:
-        assert x is not None
-        return x
-    p = Plane(saved[0], saved[1], saved[2] if fmt.has_amax else None, LAYOUT)
-    row, column = (p, None) if plane == "rowwise" else (None, p)
-    return GroupedTensor(shape, fmt, row, column, offsets)
+def plane_tensors(x: Operand, planes: tuple[str, ...]) -> list[Tensor]:
+    """Planes as a list to save for backward."""
+    return [t for p in planes for t in x.plane(p).tensors()] if isinstance(x, GroupedTensor) else []
 
 
 def next_rng(rng: Tensor | None, step: int) -> Tensor | None:
@@ -128,4 +117,4 @@ def empty(like: Tensor) -> Tensor:
 
 def row_dot(dy: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     """float32 (M,): dy . bias of the row's group; 0 for a dead row."""
-    return gemm_reference.row_dot(dy, bias, offsets)
+    return backend.row_dot(dy, bias, offsets)

@@ -33,10 +33,15 @@ class Ticketed:
         return type(self), ()
 
 
+def find_living(ticket: Tensor, kind: type[AnyTicketed]) -> AnyTicketed | None:
+    """The object of a ticket, None when it no longer exists."""
+    found = _objects.get(int(ticket[0]))
+    return found if isinstance(found, kind) else None
+
+
 def find(ticket: Tensor, kind: type[AnyTicketed]) -> AnyTicketed:
     """The object of a ticket; ``ValueError`` when it no longer exists or is of another kind."""
-    number = int(ticket[0])
-    found = _objects.get(number)
-    if not isinstance(found, kind):
-        raise ValueError(f"ticket holds {number}; no living {kind.__name__} has that number")
+    found = find_living(ticket, kind)
+    if found is None:
+        raise ValueError(f"ticket holds {int(ticket[0])}; no living {kind.__name__} has that number")
     return found

@@ -58,11 +58,11 @@ class WeightCache(tickets.Ticketed):
         self._state = None
         self._planes.clear()
 
-    def get(self, w_GNK: Tensor, fmt: Format, plane: str) -> GroupedTensor:
-        """The weight quantized in one plane, from here if the weight is what it was."""
+    def get(self, w_GNK: Tensor, fmt: Format, plane: str, scale: Tensor | None = None) -> GroupedTensor:
+        """The weight quantized in one plane, from here if the weight (and the ``scale`` of a delayed format) is what it was."""
         if w_GNK.is_inference():
-            return quantize(w_GNK, fmt, plane)
-        state = _state_of(w_GNK)
+            return quantize(w_GNK, fmt, plane, scale)
+        state = _state_of(w_GNK), None if scale is None else _state_of(scale)
         if state != self._state:
             self.clear()
             self._state = state
@@ -71,7 +71,7 @@ class WeightCache(tickets.Ticketed):
             self.hits += 1
         else:
             self.misses += 1
-            self._planes[key] = quantize(w_GNK, fmt, plane)
+            self._planes[key] = quantize(w_GNK, fmt, plane, scale)
         return self._planes[key]
 
 
@@ -80,15 +80,19 @@ def _state_of(w: Tensor) -> tuple[Any, ...]:
     return storage, w._version, _optimizer_steps, w.storage_offset(), tuple(w.shape), w.stride(), w.dtype
 
 
-def quantize(w_GNK: Tensor, fmt: Format, plane: str) -> GroupedTensor:
+def quantize(w_GNK: Tensor, fmt: Format, plane: str, scale: Tensor | None = None) -> GroupedTensor:
     """``stages.quantize_weight`` for a format that is there."""
-    q = stages.quantize_weight(w_GNK, fmt, plane)
+    q = stages.quantize_weight(w_GNK, fmt, plane, scale)
     assert isinstance(q, GroupedTensor)
     return q
 
 
-def weight_operand(w_GNK: Tensor, fmt: Format | None, plane: str, ticket: Tensor | None) -> stages.Operand:
+def weight_operand(
+    w_GNK: Tensor, fmt: Format | None, plane: str, ticket: Tensor | None, scale: Tensor | None = None
+) -> stages.Operand:
     """A weight as the GEMMs take it: itself without a format, else quantized, through the cache of a ticket if given."""
     if fmt is None:
         return w_GNK
-    return quantize(w_GNK, fmt, plane) if ticket is None else tickets.find(ticket, WeightCache).get(w_GNK, fmt, plane)
+    if ticket is None:
+        return quantize(w_GNK, fmt, plane, scale)
+    return tickets.find(ticket, WeightCache).get(w_GNK, fmt, plane, scale)

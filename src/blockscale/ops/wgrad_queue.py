@@ -14,6 +14,7 @@ from torch import Tensor
 
 from blockscale.ops import stages, tickets
 from blockscale.ops.grouped_gemm import grouped_gemm
+from blockscale.ops.tap import Tap
 from blockscale.tensors import GroupedTensor
 
 
@@ -54,12 +55,20 @@ class WgradQueue(tickets.Ticketed):
         self._microbatches.append([replace(w, dy=_copied(w.dy), x=_copied(w.x)) for w in items] if copy else items)
         self.ticket[1] += 1
 
-    def run(self, weights: Sequence[Tensor], main_grads: Sequence[Tensor | None], microbatches: int | None) -> None:
+    def run(
+        self,
+        weights: Sequence[Tensor],
+        main_grads: Sequence[Tensor | None],
+        microbatches: int | None,
+        tap: Tap | None = None,
+        roles: Sequence[str] = ("dw",),
+    ) -> None:
         """Compute the gradients of the oldest ``microbatches`` (None: all).
 
         A gradient goes to the weight's ``main_grad`` in float32 if there is one, else through autograd to
         ``weight.grad``, in the weight's dtype: hooks of the weight run (in a compiled graph they ran in backward too, with no
-        gradient).
+        gradient). ``tap``: of somebody who watches; he is shown the gradients (or the main_grads that they were added
+        to) in these roles.
 
         Raises:
             RuntimeError: nothing waits. ValueError: ``microbatches`` is more than wait, or less than 1.
@@ -74,9 +83,12 @@ class WgradQueue(tickets.Ticketed):
                 weight, main_grad = weights[w.index], main_grads[w.index]
                 if main_grad is not None:
                     grouped_gemm(w.dy, w.x, role="wgrad", offsets=w.offsets, out=_3d(main_grad), accumulate=True)
+                    dw = _3d(main_grad)
                 else:
-                    dw = grouped_gemm(w.dy, w.x, role="wgrad", offsets=w.offsets).to(weight.dtype)
-                    torch.autograd.backward([weight], [dw.view(weight.shape)])
+                    dw = grouped_gemm(w.dy, w.x, role="wgrad", offsets=w.offsets)
+                    torch.autograd.backward([weight], [dw.to(weight.dtype).view(weight.shape)])
+                if tap is not None:
+                    tap.see_weight(roles[w.index], dw)
 
 
 def _3d(t: Tensor) -> Tensor:

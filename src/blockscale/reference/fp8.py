@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockscale.formats import FP8Block, FP8Tensor, element, encode
+from blockscale.formats import FP8Block, FP8Delayed, FP8Tensor, element, encode
 from blockscale.formats.scales import FLT_MAX, divide
 from blockscale.layouts import TILE, TileMap, ceil_div
 from blockscale.reference.planes import Planes, block_amax, group_amax, of_tile
@@ -27,9 +27,15 @@ def scale_of(amax: Tensor, fmt: FP8Block | FP8Tensor) -> Tensor:
 
 
 def quantize_tensor_planes(
-    frame_PK: Tensor, tiles: TileMap, fmt: FP8Tensor, rowwise: bool, columnwise: bool, amax: Tensor | None
+    frame_PK: Tensor,
+    tiles: TileMap,
+    fmt: FP8Tensor | FP8Delayed,
+    rowwise: bool,
+    columnwise: bool,
+    amax: Tensor | None,
+    scale: Tensor | None,
 ) -> Planes:
-    """One scale a group; ``amax`` float32 (2, G) when given."""
+    """One scale a group, from its amax, or (``FP8Delayed``) ``scale`` float32 (G,); ``amax`` float32 (2, G) when given."""
     T, K = tiles.num_tiles, frame_PK.shape[1]
     own = group_amax(frame_PK, tiles) if amax is None else None
     planes: list[Logical | None] = [None, None]
@@ -37,7 +43,11 @@ def quantize_tensor_planes(
         if asked:
             amax_G = amax[n] if own is None and amax is not None else own
             assert amax_G is not None
-            scale_G = scale_of(amax_G, fmt)
+            if isinstance(fmt, FP8Delayed):
+                assert scale is not None
+                scale_G = scale
+            else:
+                scale_G = scale_of(amax_G, fmt)
             scaled = frame_PK * of_tile(scale_G, tiles).repeat_interleave(TILE)[:, None]
             codes = encode(scaled, fmt.element)
             data = codes.view(T, TILE, K).mT if n else codes

@@ -44,10 +44,9 @@ class Frame:
 def frame(operand: Operand, plane: str, tiles: TileMap) -> Frame:
     """Operand values of a quantized plane, or of a high-precision tensor rounded to bfloat16."""
     if isinstance(operand, GroupedTensor):
-        logical = operand.logical(plane)
-        x = values(logical, operand.format, plane, tiles, operand.shape[1], with_global=False)
-        by_slot = operand.format.scales_rows and plane == "rowwise"
-        return Frame(x, global_scale(logical, operand.format), by_slot)
+        logical, fmt = operand.logical(plane), operand.format.of(plane)
+        x = values(logical, fmt, plane, tiles, operand.shape[1], with_global=False)
+        return Frame(x, global_scale(logical, fmt), fmt.scales_rows and plane == "rowwise")
     return Frame(tiles.to_frame(operand.flatten(0, -2).to(torch.bfloat16)).float(), None)
 
 

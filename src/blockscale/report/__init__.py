@@ -10,6 +10,7 @@ from blockscale.report.document import (
     Column,
     Facts,
     Figure,
+    HeatMap,
     Panel,
     Report,
     Section,
@@ -19,6 +20,7 @@ from blockscale.report.document import (
     Verdicts,
 )
 from blockscale.report.environment import describe_environment
+from blockscale.report.heatmap import write_heatmaps_png
 from blockscale.report.html import render_html, write_html
 from blockscale.report.png import PlottingUnavailableError, write_png
 from blockscale.report.progress import Progress, make_progress
@@ -28,6 +30,7 @@ __all__ = [
     "Column",
     "Facts",
     "Figure",
+    "HeatMap",
     "Panel",
     "PlottingUnavailableError",
     "Progress",
@@ -44,6 +47,7 @@ __all__ = [
     "table_to_rich",
     "to_jsonable",
     "write_bytes",
+    "write_heatmaps_png",
     "write_html",
     "write_json",
     "write_png",

@@ -94,6 +94,30 @@ class Figure:
 
 
 @dataclass(frozen=True)
+class HeatMap:
+    """A value for each row and column, drawn as colours; None (or NaN): not known.
+
+    ``low``: the value of the palest colour, None lets the data decide. ``alarm``: whatever is above zero is red.
+
+    Raises:
+        ValueError: ``values`` is not one row a label with one value a column.
+    """
+
+    name: str
+    title: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    values: Sequence[Sequence[float | None]]
+    x_label: str = "step"
+    low: float | None = None
+    alarm: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.values) != len(self.rows) or any(len(row) != len(self.columns) for row in self.values):
+            raise ValueError(f"heat map {self.name!r}: values are not {len(self.rows)} rows of {len(self.columns)} columns")
+
+
+@dataclass(frozen=True)
 class Verdict:
     """One sentence that is true or not, such as "MXFP8 within 1 % of bf16", and the number behind it."""
 
@@ -119,7 +143,7 @@ class Facts:
     items: Mapping[str, str]
 
 
-Block = Table | Figure | Verdicts | Facts | str
+Block = Table | Figure | HeatMap | Verdicts | Facts | str
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from html import escape
 from pathlib import Path
 
 from blockscale.report.axes import PALETTE
-from blockscale.report.document import Block, Facts, Figure, Report, Table, Verdicts
+from blockscale.report.document import Block, Facts, Figure, HeatMap, Report, Table, Verdicts
+from blockscale.report.heatmap import render_heatmap_svg
 from blockscale.report.svg import render_svg
 from blockscale.report.write import write_text
 
@@ -78,6 +79,8 @@ def _block(block: Block) -> str:
             f'<figure aria-label="{escape(block.title, quote=True)}">{render_svg(block)}'
             f"<figcaption>{escape(block.caption)}</figcaption></figure>"
         )
+    if isinstance(block, HeatMap):
+        return f"<figure><h3>{escape(block.title)}</h3>{render_heatmap_svg(block)}</figure>"
     if isinstance(block, Verdicts):
         return _verdicts(block)
     if isinstance(block, Facts):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockscale import layouts
-from blockscale.formats import Format, FP8Block, FP8Tensor
+from blockscale.formats import Format, FP8Block
 from blockscale.layouts import TILE, TileMap, ceil_div, round_up
 
 
@@ -39,7 +39,7 @@ def row_bytes(fmt: Format, length: int) -> int:
 
 def whole_scale(fmt: Format) -> bool:
     """Whether the scale array has one form only, whatever the plane's arrangement."""
-    return isinstance(fmt, FP8Tensor) or (isinstance(fmt, FP8Block) and fmt.is_2d)
+    return fmt.per_tensor or (isinstance(fmt, FP8Block) and fmt.is_2d)
 
 
 def place_plain(plane: Logical, fmt: Format, which: str, layout: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -174,7 +174,7 @@ def _clean(plane: Logical, fmt: Format, tiles: TileMap) -> Logical:
         data = data.masked_fill(~kept[:, None], 0)
     if scale.dim() == 3:
         scale = scale.masked_fill(~alive(scale.shape[2])[:, None], 0)
-    elif not isinstance(fmt, FP8Tensor):
+    elif not fmt.per_tensor:
         scale = scale.masked_fill(~alive(scale.shape[0] // T).reshape(-1, 1), 0)
     return Logical(data, scale)
 

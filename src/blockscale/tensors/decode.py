@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockscale.formats import NVFP4, Format, FP8Block, FP8Tensor, decode, e8m0_decode, unpack_e2m1
+from blockscale.formats import NVFP4, Format, FP8Block, decode, e8m0_decode, unpack_e2m1
 from blockscale.formats.scales import nvfp4_decode_scale
 from blockscale.layouts import TILE, TileMap
 from blockscale.tensors.arrange import Logical
@@ -35,7 +35,7 @@ def global_scale(plane: Logical, fmt: Format) -> Tensor | None:
     if isinstance(fmt, NVFP4):
         assert plane.amax is not None
         return nvfp4_decode_scale(plane.amax, fmt.range)
-    return plane.scale if isinstance(fmt, FP8Tensor) else None
+    return plane.scale if fmt.per_tensor else None
 
 
 def values(plane: Logical, fmt: Format, which: str, tiles: TileMap, K: int, *, with_global: bool) -> Tensor:
@@ -49,7 +49,7 @@ def values(plane: Logical, fmt: Format, which: str, tiles: TileMap, K: int, *, w
     T, P = tiles.num_tiles, tiles.num_tiles * TILE
     if T == 0:
         return q.new_zeros((0, K))
-    if isinstance(fmt, FP8Tensor):
+    if fmt.per_tensor:
         x = q if which == "rowwise" else q.mT.reshape(P, K)
         if with_global:
             x = x * F.pad(plane.scale, (0, 1))[tiles.group].repeat_interleave(TILE)[:, None]

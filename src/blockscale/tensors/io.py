@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from blockscale.formats import MXFP4, MXFP8, NVFP4, FP8Block, FP8Tensor, parse
+from blockscale.formats import MXFP4, MXFP8, NVFP4, FP8Block, FP8Delayed, FP8Tensor, Hybrid, parse
 from blockscale.layouts import PLANES, GroupExtent
 from blockscale.tensors.shapes import amax_shape, grouped_plane_shapes, plane_shapes, scale_dtype
 from blockscale.tensors.tensor import BlockScaledTensor, GroupedTensor, Plane
@@ -24,7 +24,7 @@ from blockscale.tensors.tensor import BlockScaledTensor, GroupedTensor, Plane
 _KEY = "blockscale"
 
 torch.serialization.add_safe_globals(
-    [BlockScaledTensor, GroupedTensor, Plane, GroupExtent, MXFP8, MXFP4, NVFP4, FP8Tensor, FP8Block]
+    [BlockScaledTensor, GroupedTensor, Plane, GroupExtent, MXFP8, MXFP4, NVFP4, FP8Tensor, FP8Delayed, FP8Block, Hybrid]
 )
 
 
@@ -107,16 +107,16 @@ def _read(name: str, entry: dict[str, Any], flat: Mapping[str, Tensor]) -> Block
     if offsets is not None:
         _check_offsets(offsets, M)
     for which, layout in entry["layouts"].items():
-        key = f"{name}.{which}"
-        plane = Plane(flat[f"{key}.data"], flat[f"{key}.scale"], flat[f"{key}.amax"] if fmt.has_amax else None, layout)
+        key, own = f"{name}.{which}", fmt.of(which)
+        plane = Plane(flat[f"{key}.data"], flat[f"{key}.scale"], flat[f"{key}.amax"] if own.has_amax else None, layout)
         G = None if offsets is None else offsets.numel() - 1
-        shapes = plane_shapes(fmt, M, K, which, layout) if G is None else grouped_plane_shapes(fmt, M, K, G, which, layout)
-        for part, expected in zip(("data", "scale", "amax"), (*shapes, amax_shape(fmt, which, M, K, G)), strict=True):
+        shapes = plane_shapes(own, M, K, which, layout) if G is None else grouped_plane_shapes(own, M, K, G, which, layout)
+        for part, expected in zip(("data", "scale", "amax"), (*shapes, amax_shape(own, which, M, K, G)), strict=True):
             t = getattr(plane, part)
             if t is not None and tuple(t.shape) != expected:
                 raise ValueError(f"{which} {part} has shape {tuple(t.shape)}; {expected} is needed")
-        if plane.data.dtype != torch.uint8 or plane.scale.dtype != scale_dtype(fmt):
-            raise ValueError(f"{which} is {plane.data.dtype} with {plane.scale.dtype} scales; uint8, {scale_dtype(fmt)} are needed")
+        if plane.data.dtype != torch.uint8 or plane.scale.dtype != scale_dtype(own):
+            raise ValueError(f"{which} is {plane.data.dtype} with {plane.scale.dtype} scales; uint8, {scale_dtype(own)} are needed")
         planes[which] = plane
     if offsets is not None:
         return GroupedTensor((M, K), fmt, planes["rowwise"], planes["columnwise"], offsets, entry["matrix_rows"])

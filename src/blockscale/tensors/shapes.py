@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from blockscale.formats import Format, FP8Block, FP8Tensor
+from blockscale.formats import Format, FP8Block
 from blockscale.layouts import ceil_div, round_up, tile_capacity
 from blockscale.tensors.arrange import linear_shape, row_bytes, whole_scale
 
@@ -13,7 +13,7 @@ def plane_shapes(fmt: Format, M: int, K: int, which: str, layout: str) -> tuple[
     """Shapes of data and scale of a plain plane, from metadata alone."""
     by_rows = which == "rowwise" or not fmt.transposed
     data = (M, row_bytes(fmt, K)) if by_rows else (K, row_bytes(fmt, M))
-    if isinstance(fmt, FP8Tensor):
+    if fmt.per_tensor:
         return data, (1,)
     if isinstance(fmt, FP8Block):
         if fmt.is_2d:
@@ -46,7 +46,7 @@ def grouped_plane_shapes(
     T, Kp = tile_capacity(capacity, G), round_up(K, 128)
     by_rows = which == "rowwise" or not fmt.transposed
     data: tuple[int, ...] = (capacity, row_bytes(fmt, K)) if by_rows else (T * K * row_bytes(fmt, 128),)
-    if isinstance(fmt, FP8Tensor):
+    if fmt.per_tensor:
         return data, (G,)
     if whole_scale(fmt):
         return data, (T, Kp // 128)

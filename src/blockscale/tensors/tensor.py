@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockscale.formats import Format, FP8Tensor
+from blockscale.formats import Format
 from blockscale.layouts import PLANES, GroupExtent, TileMap, offsets_from_sizes
 from blockscale.tensors.arrange import (
     Logical,
@@ -58,10 +58,10 @@ def planes_from_list(tensors: list[Tensor], fmt: Format, rowwise: bool, columnwi
     """[rowwise, columnwise] planes from an operator's list (data, scale, amax a plane)."""
     source = iter(tensors)
     planes: list[Plane | None] = []
-    for asked in (rowwise, columnwise):
+    for name, asked in zip(PLANES, (rowwise, columnwise), strict=True):
         if asked:
             data, scale, amax = next(source), next(source), next(source)
-            planes.append(Plane(data, scale, amax if fmt.has_amax else None, layout))
+            planes.append(Plane(data, scale, amax if fmt.of(name).has_amax else None, layout))
         else:
             planes.append(None)
     return planes
@@ -134,21 +134,21 @@ class BlockScaledTensor(_Quantized):
     def logical(self, plane: str = "rowwise") -> Logical:
         """The plane without its arrangement (see ``tensors.arrange.Logical``)."""
         p = self.plane(plane)
-        restored = restore_plain(p.data, p.scale, self.format, plane, p.layout, self.shape)
-        return replace(restored, amax=restore_amax(p.amax, self.format, plane, self._tiles, self.shape[1]))
+        restored = restore_plain(p.data, p.scale, self.format.of(plane), plane, p.layout, self.shape)
+        return replace(restored, amax=restore_amax(p.amax, self.format.of(plane), plane, self._tiles, self.shape[1]))
 
     def with_layout(self, layout: str) -> BlockScaledTensor:
         """The same tensor with its scales in another layout."""
         planes: dict[str, Plane] = {}
         for name, p in self.planes.items():
-            data, scale = place_plain(self.logical(name), self.format, name, layout, self.shape)
+            data, scale = place_plain(self.logical(name), self.format.of(name), name, layout, self.shape)
             planes[name] = Plane(data, scale, p.amax, layout)
         return replace(self, **planes)  # type: ignore[arg-type]
 
     def dequantize(self, dtype: torch.dtype = torch.float32, plane: str = "rowwise") -> Tensor:
         """(M, K) values of a plane, computed in float32 and rounded once to ``dtype``."""
         M, K = self.shape
-        frame = values(self.logical(plane), self.format, plane, self._tiles, K, with_global=True)
+        frame = values(self.logical(plane), self.format.of(plane), plane, self._tiles, K, with_global=True)
         return frame[:M].to(dtype)
 
     @property
@@ -199,21 +199,21 @@ class GroupedTensor(_Quantized):
         """The plane without its arrangement (see ``tensors.arrange.Logical``)."""
         p = self.plane(plane)
         tiles, K = self.tiles, self.shape[1]
-        restored = restore_grouped(p.data, p.scale, self.format, plane, p.layout, tiles, K)
-        return replace(restored, amax=restore_amax(p.amax, self.format, plane, tiles, K))
+        restored = restore_grouped(p.data, p.scale, self.format.of(plane), plane, p.layout, tiles, K)
+        return replace(restored, amax=restore_amax(p.amax, self.format.of(plane), plane, tiles, K))
 
     def with_layout(self, layout: str) -> GroupedTensor:
         """The same tensor with its scales in another layout ("compact" or "swizzled")."""
         planes: dict[str, Plane] = {}
         for name, p in self.planes.items():
-            data, scale = place_grouped(self.logical(name), self.format, name, layout, self.tiles)
+            data, scale = place_grouped(self.logical(name), self.format.of(name), name, layout, self.tiles)
             planes[name] = Plane(data, scale, p.amax, layout)
         return replace(self, **planes)  # type: ignore[arg-type]
 
     def dequantize(self, dtype: torch.dtype = torch.float32, plane: str = "rowwise") -> Tensor:
         """(capacity, K) values of a plane, dead rows zero, computed in float32 and rounded once to ``dtype``."""
         tiles = self.tiles
-        frame = values(self.logical(plane), self.format, plane, tiles, self.shape[1], with_global=True)
+        frame = values(self.logical(plane), self.format.of(plane), plane, tiles, self.shape[1], with_global=True)
         return tiles.to_rows(frame).to(dtype)
 
     def group(self, index: int, layout: str = "compact") -> BlockScaledTensor:
@@ -228,8 +228,8 @@ class GroupedTensor(_Quantized):
         shape = (extent.rows, self.shape[1])
         planes: dict[str, Plane | None] = {"rowwise": None, "columnwise": None}
         for name in self.planes:
-            logical = _cut(self.logical(name), self.format, name, extent, self.tiles.num_tiles, index)
-            data, scale = place_plain(logical, self.format, name, layout, shape)
+            logical = _cut(self.logical(name), self.format.of(name), name, extent, self.tiles.num_tiles, index)
+            data, scale = place_plain(logical, self.format.of(name), name, layout, shape)
             planes[name] = Plane(data, scale, logical.amax, layout)
         return BlockScaledTensor(shape, self.format, planes["rowwise"], planes["columnwise"], extent)
 
@@ -256,9 +256,9 @@ class GroupedTensor(_Quantized):
         old, new = self.tiles, TileMap(offsets, capacity)
         planes: dict[str, Plane] = {}
         for name, p in self.planes.items():
-            logical = _retile(self.logical(name), self.format, name, old, new)
-            amax = place_amax(logical.amax, self.format, name, new)
-            planes[name] = Plane(*place_grouped(logical, self.format, name, p.layout, new), amax, p.layout)
+            logical = _retile(self.logical(name), self.format.of(name), name, old, new)
+            amax = place_amax(logical.amax, self.format.of(name), name, new)
+            planes[name] = Plane(*place_grouped(logical, self.format.of(name), name, p.layout, new), amax, p.layout)
         return GroupedTensor((capacity, self.shape[1]), self.format, planes.get("rowwise"), planes.get("columnwise"), offsets)
 
 
@@ -276,7 +276,7 @@ def _cut(logical: Logical, fmt: Format, which: str, extent: GroupExtent, tiles: 
     def own(x: Tensor | None) -> Tensor | None:
         return None if x is None else x[index : index + 1].clone()
 
-    scale = logical.scale[index : index + 1].clone() if isinstance(fmt, FP8Tensor) else cut(logical.scale)
+    scale = logical.scale[index : index + 1].clone() if fmt.per_tensor else cut(logical.scale)
     if logical.amax is not None and fmt.scales_rows:
         amax = cut(logical.amax)[: extent.rows].clone() if which == "rowwise" else logical.amax[index].clone()
         return Logical(cut(logical.data), scale, amax)
@@ -296,6 +296,6 @@ def _retile(logical: Logical, fmt: Format, which: str, old: TileMap, new: TileMa
         moved = tiles[index.clamp(min=0)].masked_fill_((index < 0).view(-1, *(1,) * x.dim()), 0)
         return moved.flatten(0, 1)
 
-    scale = logical.scale if isinstance(fmt, FP8Tensor) else move(logical.scale)
+    scale = logical.scale if fmt.per_tensor else move(logical.scale)
     by_row = logical.amax is not None and fmt.scales_rows and which == "rowwise"
     return Logical(move(logical.data), scale, move(logical.amax) if by_row and logical.amax is not None else logical.amax)

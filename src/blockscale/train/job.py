@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+import blockscale as bs
+from blockscale.report import PlottingUnavailableError
 from blockscale.train import checkpoint
 from blockscale.train.data import Batches, Corpus
 from blockscale.train.measure import compare, expert_gradients, weights_sha256
@@ -53,7 +56,7 @@ class JobResult:
 
 
 class Job:
-    """A folder ``out`` and what is trained into it."""
+    """A folder ``out`` and what is trained into it. ``watch``: watch the models (``bs.watch``), into ``out/watch``."""
 
     @dataclass(frozen=True)
     class Config:
@@ -67,8 +70,8 @@ class Job:
         model: Transformer.Config = field(default_factory=Transformer.Config)
         training: Trainer.Config = field(default_factory=Trainer.Config)
 
-    def __init__(self, config: Config, out: Path) -> None:
-        self.config, self.out = config, out
+    def __init__(self, config: Config, out: Path, watch: bool = False) -> None:
+        self.config, self.out, self.watch = config, out, watch
         self.device = _device(config.device)
         self.corpus = Corpus.load(config.data)
         self.batches = Batches(config.batches, self.corpus, config.seed)
@@ -109,7 +112,11 @@ class Job:
                 if getattr(state, what) != now:
                     observer.note(f"{name}: {what} was {getattr(state, what)}, is {now}: the last bits may differ")
             trainer.resume(saved)
-        trainer.run(observer, stop, described)
+        if self.watch:
+            with watched(trainer, self.out / "watch", observer):
+                trainer.run(observer, stop, described)
+        else:
+            trainer.run(observer, stop, described)
         return state
 
     def _new_state(self, name: str) -> TrainingState:
@@ -151,9 +158,30 @@ def saved_config(out: Path) -> Job.Config | None:
     return None
 
 
+@contextmanager
+def watched(trainer: Trainer, folder: Path, observer: Observer) -> Iterator[None]:
+    """Watch a trainer's model inside; however it ends, ``folder`` then holds the log, the page and the heat maps."""
+    name = trainer.choice.name
+    with bs.watch(trainer.model, log=folder / f"{name}.jsonl", first_step=trainer.state.step + 1) as watch:
+        trainer.watch = watch
+        try:
+            yield
+        finally:
+            trainer.watch = None
+            watch.close()
+            watch.heatmap(folder / f"{name}.html")
+            try:
+                watch.heatmap(folder / f"{name}.png")
+            except PlottingUnavailableError as error:
+                observer.note(str(error))
+            if watch.findings:
+                observer.note(f"{name}: {watch.report()}")
+
+
 def remove_run(out: Path) -> None:
-    """Remove the checkpoints in ``out``; files that are not this job's stay."""
-    shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    """Remove the checkpoints and what was watched in ``out``; files that are not this job's stay."""
+    for folder in ("checkpoints", "watch"):
+        shutil.rmtree(out / folder, ignore_errors=True)
 
 
 def check(config: Job.Config) -> None:

@@ -20,6 +20,10 @@ class RecipeChoice:
     bound_percent: float | None
 
 
+def _mxfp8_bf16() -> bs.recipes.Recipe:
+    return bs.recipes.MXFP8Training().with_backward("high_precision")
+
+
 CHOICES = {
     choice.name: choice
     for choice in (
@@ -28,6 +32,15 @@ CHOICES = {
         RecipeChoice("nvfp4", "NVFP4", bs.recipes.NVFP4Training, 4.0),
         RecipeChoice("fp8block", "FP8 block", bs.recipes.FP8BlockTraining, 1.0),
         RecipeChoice("fp8current", "FP8 per tensor", bs.recipes.FP8CurrentTraining, 1.0),
+        RecipeChoice("fp8delayed", "FP8 delayed", bs.recipes.FP8DelayedTraining, 1.0),
+        RecipeChoice("mxfp8hybrid", "MXFP8, E5M2 gradients", lambda: bs.recipes.MXFP8Training("e5m2"), 1.0),
+        RecipeChoice("mxfp8bf16", "MXFP8 forward, bf16 backward", _mxfp8_bf16, 1.0),
+        RecipeChoice("nvfp4rows", "NVFP4 row-scaled", lambda: bs.recipes.NVFP4Training(row_scaled=True), 4.0),
+        RecipeChoice("nvfp4fouroversix", "NVFP4 four over six", lambda: bs.recipes.NVFP4Training(four_over_six="mae"), 4.0),
+        RecipeChoice("mxfp4", "MXFP4", bs.recipes.MXFP4Training, 4.0),
+        RecipeChoice("w4a8", "MXFP4 weights, MXFP8", bs.recipes.W4A8Training, 4.0),
+        RecipeChoice("w4a8nvfp4", "NVFP4 weights, MXFP8", lambda: bs.recipes.W4A8Training(bs.NVFP4((16, 16))), 4.0),
+        RecipeChoice("planes", "NVFP4 forward, MXFP8 backward", bs.recipes.NVFP4ForwardTraining, 4.0),
     )
 }
 DEFAULT = ("bf16", "mxfp8", "nvfp4", "fp8block")

@@ -7,6 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -78,7 +79,7 @@ class TrainingState:
 
 
 class Trainer:
-    """One recipe's model, optimizer and state."""
+    """One recipe's model, optimizer and state. ``watch``: told of each step, counted from 1; validation is not looked at."""
 
     @dataclass(frozen=True)
     class Config:
@@ -109,6 +110,7 @@ class Trainer:
         self.device = next(model.parameters()).device
         self.recipe = choice.make()
         self.optimizer = make_optimizer(model, config.optimizer)
+        self.watch: bs.Watch | None = None
 
     def resume(self, saved: Path) -> None:
         """Take weights, moments and random state from a checkpoint of this recipe."""
@@ -149,6 +151,8 @@ class Trainer:
         (loss + aux_loss).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.clip_norm)
         value = loss.item()
+        if self.watch is not None:
+            self.watch.step(state.step + 1)
         if torch.isfinite(loss + norm):
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(state.step, self.config.steps, options)
@@ -166,7 +170,7 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean cross entropy over the fixed validation batches, in nats per byte, quantized as in training."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        with bs.autocast(self.recipe):
+        with bs.autocast(self.recipe), nullcontext() if self.watch is None else self.watch.paused():
             for inputs, targets in self.batches.validation(self.device):
                 total += self.model.loss(inputs, targets)[0]
         return total.item() / self.batches.config.validation

@@ -9,6 +9,7 @@ it only where there are none (see ``gemm``). Source: oneMKL reference, "cblas_ge
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -38,12 +39,30 @@ def bf16_gemm() -> tuple[Callable[..., None] | None, str]:
 
 
 def _right(function: Callable[..., None]) -> bool:
-    """One small product, each of whose elements needs more than bfloat16 to be written."""
-    a, b = torch.arange(1, 7).view(2, 3).bfloat16(), torch.full((3, 2), 100.0).bfloat16()
-    b[1, 1] = 1.0
-    c = torch.full((2, 2), float("nan"))
-    call(function, a, False, b, False, c, 3)
-    return bool(torch.equal(c, a.float() @ b.float()))
+    """One small product, each of whose elements needs more than bfloat16 to be written.
+
+    On plain memory: this may be asked first while tensors are fake, by ``explain``.
+    """
+    a, b = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0), (101.0, 101.0, 101.0, 0.5, 101.0, 101.0)
+    memory = [(ctypes.c_uint16 * 6)(*(int.from_bytes(struct.pack(">f", v)[:2], "big") for v in x)) for x in (a, b)]
+    c = (ctypes.c_float * 4)(*(float("nan"),) * 4)
+    pointers = [*(ctypes.addressof(x) for x in memory), ctypes.addressof(c)]
+    function(_ROW_MAJOR, _AS_IT_IS, _AS_IT_IS, 2, 2, 3, 1.0, pointers[0], 3, pointers[1], 2, 0.0, pointers[2], 2)
+    return list(c) == [606.0, 405.0, 1515.0, 1012.5]
+
+
+#: products of fewer multiplications run on one thread: waiting for another costs more
+_SMALL = 1 << 22
+
+
+@lru_cache(maxsize=1)
+def _set_threads() -> Callable[[int], int]:
+    """Sets oneMKL's number of threads for the calling thread (0: as it was made) and returns the number before."""
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        return ctypes.CDLL(str(path)).MKL_Set_Num_Threads_Local
+    except (OSError, AttributeError):
+        return lambda count: 0
 
 
 def call(function: Callable[..., None], a: Tensor, a_transposed: bool, b: Tensor, b_transposed: bool, c: Tensor, k: int) -> None:
@@ -51,4 +70,7 @@ def call(function: Callable[..., None], a: Tensor, a_transposed: bool, b: Tensor
     m, n = c.shape
     flags = [_TRANSPOSED if t else _AS_IT_IS for t in (a_transposed, b_transposed)]
     pointers = (a.data_ptr(), a.stride(0)), (b.data_ptr(), b.stride(0))
+    before = _set_threads()(1) if m * n * k < _SMALL else None
     function(_ROW_MAJOR, *flags, m, n, k, 1.0, *pointers[0], *pointers[1], 0.0, c.data_ptr(), c.stride(0))
+    if before is not None:
+        _set_threads()(before)

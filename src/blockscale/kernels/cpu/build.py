@@ -1,12 +1,13 @@
 """Compiles the C++ in ``csrc`` with the system's compiler on first use, once a machine and user, and loads it.
 
 The result lies in the user's cache, under a name made of the sources, the flags, the compiler and the processor, so a
-stale or foreign one is never loaded. Without a compiler, or where the cache cannot be written, there is no library and
-:func:`load` says why.
+stale or foreign one is never loaded. Of processes that need it at once, one compiles and the others wait for it. Without a
+compiler, or where the cache cannot be written, there is no library and :func:`load` says why.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -14,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -42,7 +44,7 @@ def load() -> Loaded:
         return Loaded(None, f"no C++ compiler found (looked for {', '.join(COMPILERS)})")
     try:
         return Loaded(ctypes.CDLL(str(_built(compiler))), f"compiled by {Path(compiler).name} for this processor")
-    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+    except (OSError, ImportError, subprocess.SubprocessError, RuntimeError) as error:
         return Loaded(None, f"the C++ kernels could not be built: {error}")
 
 
@@ -57,11 +59,25 @@ def _built(compiler: str) -> Path:
     if folder.stat().st_uid != os.getuid():
         raise RuntimeError(f"{folder} belongs to another user")
     path = folder / f"cpu-{_key(compiler)}.so"
-    if not path.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            _compile(compiler, made := Path(work) / path.name)
-            os.replace(made, path)  # whole or not at all, whoever else builds it now
+    if path.exists():
+        return path
+    with _alone(folder):
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as work:
+                _compile(compiler, made := Path(work) / path.name)
+                os.replace(made, path)  # whole or not at all, even where files cannot be locked
     return path
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process builds here; the lock goes with the process that holds it."""
+    import fcntl  # not on every system, and only needed to build
+
+    with open(folder / "lock", "w") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _key(compiler: str) -> str:

@@ -1,6 +1,6 @@
 """Quantization on the CPU in compiled code: every format, plane, layout and grouping, bit-equal to the reference.
 
-Outputs are allocated here (or given) and written once; a call takes nothing else but up to 400 KiB a thread. Legend: M
+Outputs are allocated here (or given) and written once; a call takes nothing else but up to 170 KiB a thread. Legend: M
 rows (capacity), K columns, G groups.
 """
 
@@ -11,18 +11,20 @@ import ctypes
 import torch
 from torch import Tensor
 
-from blockscale.formats import MXFP8, NVFP4, Format, FP8Block, FP8Tensor
+from blockscale.formats import MXFP4, MXFP8, NVFP4, Format, FP8Block, FP8Tensor
+from blockscale.kernels.cpu import memory
 from blockscale.kernels.cpu.build import load
 from blockscale.layouts import LAYOUTS, PLANES
-from blockscale.tensors.shapes import grouped_plane_shapes, plane_shapes, scale_dtype
+from blockscale.tensors.shapes import amax_shape, grouped_plane_shapes, plane_shapes, scale_dtype
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-KINDS: dict[type[Format], int] = {MXFP8: 0, NVFP4: 1, FP8Tensor: 2, FP8Block: 3}
+KINDS: dict[type[Format], int] = {MXFP8: 0, NVFP4: 1, FP8Tensor: 2, FP8Block: 3, MXFP4: 4}
+ERRORS = (None, "mae", "mse")
 
 
 def covers(fmt: Format) -> bool:
     """Whether there is compiled code for the format, in both directions."""
-    return type(fmt) in KINDS and not (getattr(fmt, "row_scaled", False) or getattr(fmt, "four_over_six", None))
+    return type(fmt) in KINDS
 
 
 _PTR, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -44,9 +46,10 @@ class _Args(ctypes.Structure):
         ("col", _Plane),
         ("amax", _PTR),
         *((name, _I64) for name in ("seed", "rng_offset")),
-        ("eps", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("eps", "range")),
         *((name, _I32) for name in ("dtype", "plain", "layout", "threads", "kind")),
         *((name, _I32) for name in ("e5m2", "square", "floor", "ignore", "power_of_two", "hadamard", "stochastic")),
+        *((name, _I32) for name in ("row_scaled", "four_over_six")),
     ]
 
 
@@ -76,7 +79,7 @@ def quantize(
         x = x.contiguous()
     G = offsets.numel() - 1
     if amax is not None:
-        amax = amax.reshape(-1, G).expand(2, G).contiguous()
+        amax = amax.contiguous() if fmt.scales_rows else amax.reshape(-1, G).expand(2, G).contiguous()
     seed, offset = (0, 0) if rng is None else rng.tolist()
     tensors = empty_planes(fmt, M, K, None if plain else G, rowwise, columnwise, layout) if out is None else out
     planes = iter(tensors)
@@ -87,7 +90,8 @@ def quantize(
     args.kind, args.e5m2, args.square = KINDS[type(fmt)], fmt.element_name == "e5m2", fmt.is_2d
     args.floor = getattr(fmt, "scale_rounding", "") == "floor"
     args.ignore = getattr(fmt, "nan", "") == "ignore"
-    for name in ("power_of_two", "hadamard", "stochastic"):
+    args.range, args.four_over_six = getattr(fmt, "range", 0.0), ERRORS.index(getattr(fmt, "four_over_six", None))
+    for name in ("power_of_two", "hadamard", "stochastic", "row_scaled"):
         setattr(args, name, getattr(fmt, name, False))
     library = load().library
     assert library is not None
@@ -105,6 +109,6 @@ def empty_planes(fmt: Format, M: int, K: int, G: int | None, rowwise: bool, colu
     for name, asked in zip(PLANES, (rowwise, columnwise), strict=True):
         if asked:
             shapes = plane_shapes(fmt, M, K, name, layout) if G is None else grouped_plane_shapes(fmt, M, K, G, name, layout)
-            tensors += [torch.empty(shapes[0], dtype=torch.uint8), torch.empty(shapes[1], dtype=scale_dtype(fmt))]
-            tensors.append(torch.empty((G or 1) if G != 0 and fmt.has_amax else 0))
+            tensors += [memory.empty(shapes[0], torch.uint8), memory.empty(shapes[1], scale_dtype(fmt))]
+            tensors.append(torch.empty(amax_shape(fmt, name, M, K, G)))
     return tensors

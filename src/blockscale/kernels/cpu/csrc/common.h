@@ -26,12 +26,13 @@ struct Args {
     const i64* offsets;
     i64 groups, capacity, columns;
     Plane row, col;  // data null: not asked for
-    const float* amax;  // (2, G) or null
+    const float* amax;  // (2, G), row-scaled in the shape of the one plane's own, or null
     i64 seed, rng_offset;
-    float eps;
+    float eps, range;  // range: what NVFP4's global amax is mapped to
     i32 dtype, plain, layout, threads;
-    i32 kind;  // 0 MXFP8, 1 NVFP4, 2 FP8 per tensor, 3 FP8 per block
-    i32 e5m2, square, floor, ignore, power_of_two, hadamard, stochastic;
+    i32 kind;  // 0 MXFP8, 1 NVFP4, 2 FP8 per tensor, 3 FP8 per block, 4 MXFP4
+    i32 e5m2, square, floor, ignore, power_of_two, hadamard, stochastic, row_scaled;
+    i32 four_over_six;  // 0 no, 1 by absolute, 2 by squared errors
 };
 
 INLINE i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }

@@ -9,7 +9,7 @@ constexpr int BLOCK = 32, BLOCKS = W / BLOCK;
 // Codes of block maxima given as integers, and the exact multiplier that brings a block to its codes. In place: bits of amax
 // become bits of the multiplier.
 template <class E> INLINE void scales(u32* amax, u8* code, i64 n, bool floor) {
-    constexpr u32 emax = E::mantissa == 3 ? 8 : 15;
+    constexpr u32 emax = E::mantissa == 3 ? 8 : E::mantissa == 2 ? 15 : 2;
     const float reciprocal = 1.0f / as_f(E::max_bits);
     for (i64 i = 0; i < n; i += LANES) {
         vu u = load<vu>(amax + i), c;
@@ -29,6 +29,30 @@ template <class E> INLINE void scales(u32* amax, u8* code, i64 n, bool floor) {
     }
 }
 
+// Maxima of the 32 rows of a strip (w columns of n rows live): by row and block, and by column; of squares alike in both.
+INLINE void maxima(const Args& a, const float* strip, i64 n, i64 w, u32* row, u32* col) {
+    i64 blocks = ceil_div(w, BLOCK);
+    memset(row, 0, BLOCK * BLOCKS * 4);
+    if (a.row.data || a.square)
+        for (i64 r = 0; r < n; r++)
+            for (i64 j = 0; j < blocks; j++) {
+                const float* x = strip + r * W + j * BLOCK;
+                row[r * BLOCKS + j] = lanes_max(larger(magnitude(load<vf>(x), a.ignore), magnitude(load<vf>(x + LANES), a.ignore)));
+            }
+    if (a.square) {
+        for (i64 r = 1; r < n; r++)
+            for (i64 j = 0; j < blocks; j++) row[j] = larger(row[j], row[r * BLOCKS + j]);
+        for (i64 r = 1; r < BLOCK; r++) memcpy(row + r * BLOCKS, row, BLOCKS * 4);
+        for (i64 c = 0; c < blocks * BLOCK; c++) col[c] = row[c / BLOCK];
+    } else if (a.col.data) {
+        for (i64 c = 0; c < blocks * BLOCK; c += LANES) {
+            vu m = {};
+            for (i64 r = 0; r < n; r++) m = larger(m, magnitude(load<vf>(strip + r * W + c), a.ignore));
+            store(col + c, m);
+        }
+    }
+}
+
 struct Scratch {
     float x[BLOCK * W];
     u32 row[BLOCK * BLOCKS], col[W];
@@ -41,25 +65,7 @@ template <class E> void block_rows(const Args& a, const Group& g, const Tile& t,
     i64 row = t.row + b * BLOCK, local = t.local * TILE + b * BLOCK;
     bool row_plane = a.row.data, col_plane = a.col.data;
     load_rows(a, row, n, BLOCK, c0, w, s.x);
-    memset(s.row, 0, sizeof s.row);
-    if (row_plane || a.square)
-        for (i64 r = 0; r < n; r++)
-            for (i64 j = 0; j < blocks; j++) {
-                const float* x = s.x + r * W + j * BLOCK;
-                s.row[r * BLOCKS + j] = lanes_max(larger(magnitude(load<vf>(x), a.ignore), magnitude(load<vf>(x + LANES), a.ignore)));
-            }
-    if (a.square) {
-        for (i64 r = 1; r < n; r++)
-            for (i64 j = 0; j < blocks; j++) s.row[j] = larger(s.row[j], s.row[r * BLOCKS + j]);
-        for (i64 r = 1; r < BLOCK; r++) memcpy(s.row + r * BLOCKS, s.row, BLOCKS * 4);
-        for (i64 c = 0; c < blocks * BLOCK; c++) s.col[c] = s.row[c / BLOCK];
-    } else if (col_plane) {
-        for (i64 c = 0; c < blocks * BLOCK; c += LANES) {
-            vu m = {};
-            for (i64 r = 0; r < n; r++) m = larger(m, magnitude(load<vf>(s.x + r * W + c), a.ignore));
-            store(s.col + c, m);
-        }
-    }
+    maxima(a, s.x, n, w, s.row, s.col);
     if (row_plane) {
         scales<E>(s.row, s.row_code, BLOCK * BLOCKS, a.floor);
         for (i64 r = 0; r < n; r++) {

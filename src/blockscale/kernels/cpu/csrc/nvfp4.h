@@ -1,35 +1,45 @@
-// NVFP4: E2M1 elements, one E4M3 scale per 16 along the contraction or per 16x16, one float32 scale a group.
+// NVFP4: E2M1 elements, one E4M3 scale per 16 along the contraction or per 16x16, one float32 scale a group or a row.
 //
 // In the column plane a vector holds 16 columns of one row, so the 16 codes of a column's block gather in two 32-bit words.
 #pragma once
 #include "amax.h"
+#include "columns.h"
 
 namespace nvfp4 {
 
 constexpr int BLOCK = 16, BLOCKS = W / BLOCK, HALF = TILE / 2;
 constexpr float SIGNS[16] = {1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1};
 
-INLINE float encode_scale(float amax) {
-    float s = min_f(2688.0f / amax, as_f(MAX_FINITE));
-    return amax == 0 || s == 0 ? 1.0f : s;
-}
-
-struct Global {
-    float times, dec;  // fl(S_enc * fl(1/6)) and S_dec
-    explicit Global(float amax) : times(encode_scale(amax) * (1.0f / 6.0f)), dec(1.0f / encode_scale(amax)) {}
+// What the global amax of each of 16 rows, blocks or columns makes of its block maxima.
+struct Globals {
+    vf amax, enc, dec;  // S_enc and S_dec
+    Globals(vf amax, float range) : amax(amax) {
+        vf s = range / amax;
+        s = choose((vi)(s > all(as_f(MAX_FINITE))), all(as_f(MAX_FINITE)), s);
+        enc = choose((vi)(amax == vf{}) | (vi)(s == vf{}), all(1.0f), s);
+        dec = 1.0f / enc;
+    }
 };
 
-// E4M3 codes of block maxima given as integers, and the multiplier of the block's elements (in place, as bits).
-INLINE void scales(u32* amax, u8* code, i64 n, const Global& global) {
-    for (i64 i = 0; i < n; i += LANES) {
-        vf product = as_f(load<vu>(amax + i)) * global.times;
-        vu c = E4M3::encode(product);  // saturates where the product is beyond any float
-        store_bytes(code + i, c);
-        vf value = choose(below(c, 8), __builtin_convertvector((vi)c, vf) * 0x1p-9f, as_f((c << 20) + (120u << 23)));
-        vf enc = 1.0f / (value * global.dec);
-        enc = choose(above(as_u(enc), MAX_FINITE), all(as_f(MAX_FINITE)), enc);  // infinite
-        store(amax + i, choose(above(c, 0x7E), all(as_f(QNAN)), enc));
-    }
+INLINE vf e4m3_values(vu c) {
+    vf v = choose(below(c, 8), __builtin_convertvector((vi)c, vf) * 0x1p-9f, as_f((c << 20) + (120u << 23)));
+    return choose(above(c, 0x7E), all(as_f(QNAN)), v);
+}
+
+// What elements are multiplied by, from the value of their block's scale
+INLINE vf multiplier(vf scale, vf dec) {
+    vf enc = 1.0f / (scale * dec);
+    return choose((vi)(enc > all(as_f(MAX_FINITE))), all(as_f(MAX_FINITE)), enc);
+}
+
+// E4M3 codes of block maxima given as bits, and the multipliers of the blocks' elements (as bits) in the maxima's place.
+// four: lanes whose maximum is mapped to 4, with four over six; else not looked at.
+INLINE void scales(const Args& a, u32* amax, u8* code, vf enc, vf dec, vi four) {
+    vf m = as_f(load<vu>(amax)), base = (m / 6.0f) * enc;
+    // encode saturates where a product is beyond any float
+    vu c = E4M3::encode(!a.four_over_six ? m * (enc * (1.0f / 6.0f)) : choose(four, base * 1.5f, base));
+    store_bytes(code, c);
+    store(amax, multiplier(e4m3_values(c), dec));
 }
 
 struct Words {
@@ -56,8 +66,6 @@ INLINE Words philox(i64 seed, vu c0, vu c1, vu c2, vu c3) {
     }
     return {{c0, c1, c2, c3}};
 }
-
-INLINE vu lane_index() { return (vu){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
 // Codes of y, rounded up with a probability close to the fraction of the step; bits: 16 random ones a lane.
 INLINE vu stochastic(vf y, vu bits) {
@@ -90,11 +98,19 @@ INLINE void hadamard(float* x, i64 rows, i64 width) {
 }
 
 struct Scratch {
-    float x[TILE * W];
+    float x[BLOCK * W], turned[BLOCK * BLOCK];
     u32 amax[BLOCK * BLOCKS], square[BLOCKS];
-    u8 code[BLOCK * BLOCKS], line[W / 2];
+    i32 four[BLOCK * BLOCKS];  // -1: mapped to 4; the first row is that of 16x16 blocks
+    float row_enc[BLOCK], row_dec[BLOCK];
+    u8 code[BLOCK * BLOCKS];
     u8 col[W * HALF], col_code[W * 8];
 };
+
+}  // namespace nvfp4
+
+#include "four_over_six.h"
+
+namespace nvfp4 {
 
 INLINE void row_maxima(const Args& a, const float* x, i64 n, i64 blocks, u32* amax) {
     memset(amax, 0, BLOCK * BLOCKS * 4);
@@ -102,10 +118,11 @@ INLINE void row_maxima(const Args& a, const float* x, i64 n, i64 blocks, u32* am
         for (i64 j = 0; j < blocks; j++) amax[r * BLOCKS + j] = lanes_max(magnitude(load<vf>(x + r * W + j * BLOCK), a.ignore));
 }
 
-// The row plane of 16 rows, n of them live; x their floats, s.amax their block maxima.
-INLINE void rows_of(const Args& a, const Group& g, const Tile& t, i64 r0, i64 n, i64 c0, i64 w, const Global& global, const float* x, Scratch& s) {
+// The row plane of 16 rows, n of them live; x their floats, s.amax their block maxima, s.row_enc and s.row_dec their globals.
+INLINE void rows_of(const Args& a, const Group& g, const Tile& t, i64 r0, i64 n, i64 c0, i64 w, const float* x, Scratch& s) {
     i64 blocks = ceil_div(w, BLOCK), width = 8 * ceil_div(a.columns, BLOCK), last = w % BLOCK;
-    scales(s.amax, s.code, BLOCK * BLOCKS, global);
+    for (i64 r = 0; r < n; r++)
+        scales(a, s.amax + r * BLOCKS, s.code + r * BLOCKS, all(s.row_enc[r]), all(s.row_dec[r]), load<vi>(s.four + (a.square ? 0 : r * BLOCKS)));
     for (i64 r = 0; r < n; r++) {
         i64 local = t.local * TILE + r0 + r;
         u8* out = a.row.data + (t.row + r0 + r) * width + c0 / 2;
@@ -134,7 +151,8 @@ INLINE void rows_of(const Args& a, const Group& g, const Tile& t, i64 r0, i64 n,
 }
 
 // Block b (16 rows, n of them live) of the column plane, gathered in s.col and s.col_code.
-INLINE void columns_of(const Args& a, const Tile& t, i64 b, i64 n, i64 c0, i64 w, const Global& global, const float* x, Scratch& s) {
+INLINE void columns_of(const Args& a, const Tile& t, i64 b, i64 n, i64 c0, i64 w, const float* x, Scratch& s) {
+    const float* amax = a.col.amax + (a.row_scaled ? t.group * a.columns + c0 : t.group);
     for (i64 c = 0; c < w; c += LANES) {
         u32 enc[LANES];
         u8 code[LANES];
@@ -144,7 +162,10 @@ INLINE void columns_of(const Args& a, const Tile& t, i64 b, i64 n, i64 c0, i64 w
         else
             for (int r = 0; r < BLOCK; r++) m = larger(m, magnitude(load<vf>(x + r * W + c), a.ignore));
         store(enc, m);
-        scales(enc, code, LANES, global);
+        Globals global(a.row_scaled ? load_some(amax + c, w - c) : all(*amax), a.range);
+        vi four = a.square ? (vi){} + s.four[c / BLOCK] : (vi){};
+        if (a.four_over_six && !a.square) four = loses_less_with_four(a, x + c, W, as_f(m), global);
+        scales(a, enc, code, global.enc, global.dec, four);
         vf factor = as_f(load<vu>(enc));
         Words words = {};
         if (a.stochastic)
@@ -164,25 +185,9 @@ INLINE void columns_of(const Args& a, const Tile& t, i64 b, i64 n, i64 c0, i64 w
     }
 }
 
-// The gathered columns of a tile to their place.
-INLINE void put_columns(const Args& a, const Group& g, const Tile& t, i64 c0, i64 w, const Scratch& s) {
-    i64 K = a.columns, Kt = ceil_div(K, TILE), blocks = ceil_div(t.rows, BLOCK), group_blocks = ceil_div(g.rows, BLOCK);
-    i64 pitch = a.plain ? 8 * group_blocks : HALF * g.tiles, bytes = a.plain ? 8 * blocks : HALF;
-    u8* data = a.col.data + HALF * K * g.tile0;
-    i64 nT = a.plain ? ceil_div(group_blocks, 4) : 2 * g.tiles;
-    i64 scale_pitch = a.layout == LINEAR ? group_blocks : 4 * nT;
-    u8* scale = a.col.scale + 8 * TILE * Kt * g.tile0;
-    for (i64 c = 0; c < w; c++) {
-        memcpy(data + (c0 + c) * pitch + t.local * HALF, s.col + c * HALF, size_t(bytes));
-        ScaleRow at = scale_row(a.layout, c0 + c, scale_pitch, nT);
-        for (i64 b = 0; b < blocks; b++) scale[at.at(t.local * 8 + b)] = s.col_code[c * 8 + b];
-    }
-}
-
 INLINE void unit_of(const Args& a, const Tiles& tiles, const Tile& t, i64 c0, Scratch& s) {
     const Group& g = tiles.groups[t.group];
     i64 w = least(W, a.columns - c0), blocks = ceil_div(w, BLOCK);
-    Global row(a.row.data ? a.row.amax[t.group] : 0), col(a.col.data ? a.col.amax[t.group] : 0);
     if (a.col.data && t.rows < TILE) memset(s.col, 0, sizeof s.col);
     for (i64 b = 0; b * BLOCK < t.rows; b++) {
         i64 r0 = b * BLOCK, n = least(BLOCK, t.rows - r0);
@@ -194,19 +199,30 @@ INLINE void unit_of(const Args& a, const Tiles& tiles, const Tile& t, i64 c0, Sc
             for (i64 r = 1; r < BLOCK; r++) memcpy(s.amax + r * BLOCKS, s.amax, BLOCKS * 4);
             memcpy(s.square, s.amax, BLOCKS * 4);
         }
-        if (a.row.data) rows_of(a, g, t, r0, n, c0, w, row, s.x, s);
+        if (a.four_over_six && (a.row.data || a.square)) decide_rows(a, t, r0, n, blocks, s);
+        if (a.row.data) {
+            Globals global = row_globals(a, a.row.amax, t, r0, n);
+            store(s.row_enc, global.enc), store(s.row_dec, global.dec);
+            rows_of(a, g, t, r0, n, c0, w, s.x, s);
+        }
         if (a.col.data) {
             if (a.hadamard) hadamard(s.x, BLOCK, round_up(w, LANES));
-            columns_of(a, t, b, n, c0, w, col, s.x, s);
+            columns_of(a, t, b, n, c0, w, s.x, s);
         }
     }
-    if (a.col.data) put_columns(a, g, t, c0, w, s);
+    if (a.col.data) put_columns<BLOCK>(a, g, t, c0, w, s.col, s.col_code);
 }
 
 INLINE void quantize(const Args& a, const Tiles& tiles) {
-    fill_amax(a, tiles);
-    if (a.hadamard && a.col.amax && !a.amax)
-        group_amax(a, tiles, a.col.amax, [](float* x, i64 rows, i64 width) { hadamard(x, rows, width); });
+    auto turn = [&](float* x, i64 rows, i64 width) {
+        if (a.hadamard) hadamard(x, rows, width);
+    };
+    if (a.row_scaled) {
+        fill_row_amax(a, tiles, turn);
+    } else {
+        fill_amax(a, tiles);
+        if (a.hadamard && a.col.amax && !a.amax) group_amax(a, tiles, a.col.amax, turn);
+    }
     i64 strips = ceil_div(a.columns, W);
     parallel(tiles.tiles.size() * strips, a.threads, 4, sizeof(Scratch), [&](i64 unit, char* scratch) {
         unit_of(a, tiles, tiles.tiles[unit / strips], unit % strips * W, *(Scratch*)scratch);

@@ -46,15 +46,16 @@ template <class V> INLINE V load(const void* p) {
 }
 template <class V> INLINE void store(void* p, V v) { memcpy(p, &v, sizeof v); }
 
+INLINE vu lane_index() { return (vu){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 INLINE vu all(u32 x) { return (vu){} + x; }
 INLINE vf all(float x) { return as_f(all(as_u(x))); }
-INLINE vu choose(vi mask, vu a, vu b) { return ((vu)mask & a) | (~(vu)mask & b); }
-INLINE vf choose(vi mask, vf a, vf b) { return as_f(choose(mask, as_u(a), as_u(b))); }
+INLINE vu choose(vi mask, vu a, vu b) { return mask ? a : b; }
+INLINE vf choose(vi mask, vf a, vf b) { return mask ? a : b; }
 INLINE u32 choose(bool mask, u32 a, u32 b) { return mask ? a : b; }
 INLINE float choose(bool mask, float a, float b) { return mask ? a : b; }
 // unsigned 31-bit values: compared as signed, which every target has
-INLINE vu larger(vu a, vu b) { return choose((vi)a > (vi)b, a, b); }
-INLINE vu smaller(vu a, vu b) { return choose((vi)a < (vi)b, a, b); }
+INLINE vu larger(vu a, vu b) { return (vu)((vi)a > (vi)b ? (vi)a : (vi)b); }
+INLINE vu smaller(vu a, vu b) { return (vu)((vi)a < (vi)b ? (vi)a : (vi)b); }
 INLINE u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 INLINE u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
 INLINE vi above(vu a, u32 b) { return (vi)a > (vi)all(b); }
