@@ -18,7 +18,7 @@ import numpy as np
 from blockscale.guard.audit.cubin import WORD
 from blockscale.guard.audit.rules.base import Hit, KernelView, Rule, Undecided
 from blockscale.guard.audit.sass import events, fields
-from blockscale.guard.audit.sass.slicing import Slicer
+from blockscale.guard.audit.sass.slicing import Slicer, SliceTooLargeError
 
 _ACCESSES = (0x980, 0x985, 0x385, 0x98A, 0x38A)
 _PRMT_WITH_IMMEDIATE, _PUT_RANK_ON_TOP = 0x816, 0x654
@@ -26,6 +26,13 @@ _PRMT_WITH_IMMEDIATE, _PUT_RANK_ON_TOP = 0x816, 0x654
 
 def check(view: KernelView) -> Iterator[Hit | Undecided]:
     """One note for a kernel, at the first such access."""
+    try:
+        yield from _first(view)
+    except SliceTooLargeError as error:
+        yield Undecided(str(error))
+
+
+def _first(view: KernelView) -> Iterator[Hit]:
     accesses = np.flatnonzero(np.isin(view.operations, _ACCESSES))
     if not len(accesses):
         return

@@ -82,6 +82,14 @@ _ALWAYS_WIDE = frozenset({_IMAD_WIDE, _UIADD3_64, _UIMAD_WIDE, 0x005, 0x028, 0x0
 _ALWAYS_WIDE_FORMS = frozenset({0x402, 0x482, 0x407, 0x607, 0xC87})
 
 
+#: blocks that one kernel's slices may visit; address arithmetic of shipped kernels needs far fewer
+MAX_VISITS = 50_000
+
+
+class SliceTooLargeError(RuntimeError):
+    """A kernel's slices visit more than `MAX_VISITS` blocks."""
+
+
 class Slicer:
     """Backward slices in one kernel. Built when a rule first asks."""
 
@@ -89,6 +97,7 @@ class Slicer:
         self._low, self._high = code[::2].tolist(), code[1::2].tolist()
         self._operations = fields.opcodes(code).tolist()
         self._code = code
+        self._visits = 0
         self._writers: dict[Register, list[int]] = {}
         self._fruitless: set[tuple[int, Register]] = set()
         self._graph = ev.extract(code)
@@ -100,6 +109,9 @@ class Slicer:
         work = [(self._block_of(at), at)]
         while work:
             block, before = work.pop()
+            self._visits += 1
+            if self._visits > MAX_VISITS:
+                raise SliceTooLargeError(f"its slices visit more than {MAX_VISITS:,} blocks")
             start = self._leaders[block]
             place = bisect_left(writers, before)
             while place and writers[place - 1] >= start:
