@@ -136,7 +136,7 @@ def write(name: str, title: str, found: dict[str, Any], rows: list[list[str]], n
     if load > cores + 0.5:
         notes = [
             *notes,
-            f"others used the machine (load {load} on {cores} cores): times are too long, ratios uncertain; run again when it is idle",
+            f"others used the machine (load {load} on {cores} cores): times too long, ratios uncertain; repeat when it is idle",
         ]
     lines = [f"# {title}", ""]
     lines += ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]

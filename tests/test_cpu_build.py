@@ -10,6 +10,7 @@ import torch
 
 import blockscale as bs
 from blockscale.kernels.cpu import build
+from blockscale.nn import QuantizedGroupedMLP
 from blockscale.ops import backend
 
 CPU = torch.device("cpu")
@@ -167,3 +168,14 @@ def test_a_forked_process_uses_the_library():
     if child == 0:
         os._exit(0 if torch.equal(bs.quantize(x, bs.MXFP8()).rowwise.data, want) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_explain_knows_the_formats_of_frozen_weights(monkeypatch):
+    monkeypatch.setattr(backend.cpu_quantize, "covers", lambda fmt: not isinstance(fmt, bs.MXFP4))
+    x, offsets = torch.randn(64, 64).requires_grad_(), torch.tensor([0, 40, 64])
+    mlp = QuantizedGroupedMLP(2, 64, 64, bs.MXFP4(), recipe=bs.recipes.MXFP8Training(), recompute=True)
+    mlp.add_lora(4)
+    stages = bs.explain(mlp, x, None, offsets=offsets).stages
+    refused = {s.what for s in stages if s.choice.backend == "reference"}
+    assert refused == {"h = x W1^T", "h = x W1^T, again", "y = a W2^T", "da = dy W2", "dx = dh W1"}
+    assert "t1 = x A1^T, again" in {s.what for s in stages if s.choice.backend == "cpu"}
