@@ -14,14 +14,14 @@ import matplotlib
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import PathPatch, Rectangle
-from matplotlib.path import Path as Path2D
+from matplotlib.patches import Rectangle
 
 import blockscale as bs
 from blockscale.formats.elements import decode
 from blockscale.layouts import TileMap
 
 BLUE, ORANGE, GREY, PALE = "#3b6fb6", "#e07b28", "#777777", "#dfe8f3"
+BANDS = (BLUE, "#b8611a", "#3f8a50", "#8a5fb0")
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "blockscale", "font.family": "sans-serif", "font.size": 9}
 
 
@@ -64,50 +64,61 @@ def grid(elements: tuple[str, ...]) -> Figure:
 
 
 def block(rows: int, columns: int, planes: dict[str, tuple[int, int]], note: str = "") -> Figure:
-    """A matrix of rows x columns once a plane, cut into its blocks; the first block of each is marked."""
-    figure, axes = _axes(7.5, 2.9, 1, len(planes))
+    """A corner of a matrix once a plane, cut into its blocks, the first one marked; 16 rows or columns of blocks 1 thin."""
+    figure, axes = _axes(7.5, 2.7, 1, len(planes))
     for ax, (title, (high, wide)) in zip(axes, planes.items(), strict=True):
-        corners = [(left, top) for top in range(0, rows, high) for left in range(0, columns, wide)]
-        odd = [c for c in corners if (c[0] // wide + c[1] // high) % 2]
-        for face, chosen in (("white", [(0, 0)]), (PALE, odd), (ORANGE, corners[:1])):
-            size = (columns, rows) if face == "white" else (wide, high)
-            outlines = [Path2D([(x, y), (x + size[0], y), (x + size[0], y + size[1]), (x, y + size[1]), (x, y)]) for x, y in chosen]
-            if outlines:  # one shape for all blocks of a colour
-                ax.add_patch(PathPatch(Path2D.make_compound_path(*outlines), facecolor=face, edgecolor=BLUE, linewidth=0.3))
-        ax.set_xlim(-1, columns + 1)
-        ax.set_ylim(rows + 1, -1)
-        ax.set_aspect("equal")
+        shown = (16 if high == 1 else rows, 16 if wide == 1 else columns)
+        corners = [(left, top) for top in range(0, shown[0], high) for left in range(0, shown[1], wide)]
+        for left, top in corners:
+            odd = (left // wide + top // high) % 2
+            face = ORANGE if left == top == 0 else PALE if odd else "white"
+            ax.add_patch(Rectangle((left, top), wide, high, facecolor=face, edgecolor=BLUE, linewidth=0.6))
+        ax.set_xlim(0, shown[1])
+        ax.set_ylim(shown[0], 0)
         ax.set_title(title, fontsize=9)
-        ax.set_xticks([0, columns], ["0", str(columns)])
-        ax.set_yticks([0, rows], ["0", str(rows)])
-        ax.set_xlabel(f"columns; orange: the {high} x {wide} elements of one scale", fontsize=8)
-        for side in ax.spines.values():
-            side.set_visible(False)
+        ax.set_xticks(range(0, shown[1] + 1, max(wide, shown[1] // 4)))
+        ax.set_yticks(range(0, shown[0] + 1, max(high, shown[0] // 4)))
+        ax.tick_params(length=2, labelsize=8)
+        ax.set_xlabel(f"column (orange: {high} x {wide}, one scale)", fontsize=8)
+    axes[0].set_ylabel("row", fontsize=8)
     if note:
         figure.suptitle(note, fontsize=9, color=GREY)
     return figure
 
 
 def swizzle() -> Figure:
-    """One 128x4 tile: where each scale lies, in bytes."""
+    """One 128x4 tile: the byte of each scale on the left, the scales of each 16 bytes on the right."""
     number = torch.arange(512).view(128, 4)
+    flat = bs.layouts.swizzle(number)
     where = torch.empty(512, dtype=torch.int64)
-    where[bs.layouts.swizzle(number)] = torch.arange(512)  # a scale's place in the flat buffer
-    figure, (ax,) = _axes(7.5, 4.6)
-    shown = [0, 1, 2, 31, 32, 33, 63, 64, 65, 95, 96, 97, 126, 127]
-    for y, row in enumerate(shown):
+    where[flat] = torch.arange(512)  # a scale's place in the flat buffer
+    figure, (left, right) = _axes(7.5, 4.8, 1, 2)
+    rows = [0, 1, 2, 31, 32, 33, 34, 63, 64, 65, 66, 95, 96, 97, 98, 127]
+    for y, row in enumerate(rows):
         for column in range(4):
             place = int(where[row * 4 + column])
-            colour = matplotlib.colormaps["viridis"](place / 640)
-            ax.add_patch(Rectangle((column, y), 1, 1, facecolor=colour, edgecolor="white"))
-            ax.text(column + 0.5, y + 0.5, str(place), ha="center", va="center", color="white", fontsize=8)
-    ax.set_xlim(0, 4)
-    ax.set_ylim(len(shown), 0)
-    ax.set_yticks([y + 0.5 for y in range(len(shown))], [f"row {r}" for r in shown])
-    ax.set_xticks([c + 0.5 for c in range(4)], [f"block {c}" for c in range(4)])
-    ax.xaxis.tick_top()
-    ax.tick_params(length=0)
-    ax.set_title("One tile of 128 rows x 4 scales: the byte of each scale (rows between are left out)", fontsize=9)
+            left.add_patch(Rectangle((column, y), 1, 1, facecolor=BANDS[row // 32], edgecolor="white"))
+            left.text(column + 0.5, y + 0.5, str(place), ha="center", va="center", color="white", fontsize=8)
+    left.set_xticks([c + 0.5 for c in range(4)], [f"block {c}" for c in range(4)])
+    left.set_yticks([y + 0.5 for y in range(len(rows))], [f"row {r}" for r in rows])
+    left.set_title("The byte of each scale", fontsize=9)
+
+    lines = [0, 1, 2, 3, 30, 31]
+    for y, line in enumerate(lines):
+        for x in range(4):
+            row = int(flat[16 * line + 4 * x]) // 4
+            right.add_patch(Rectangle((x, y), 1, 1, facecolor=BANDS[row // 32], edgecolor="white"))
+            right.text(x + 0.5, y + 0.5, f"row {row}", ha="center", va="center", color="white", fontsize=8)
+    right.set_xticks([x + 0.5 for x in range(4)], [f"+{4 * x}" for x in range(4)])
+    right.set_yticks([y + 0.5 for y in range(len(lines))], [f"byte {16 * n}" for n in lines])
+    right.set_title("Memory: 4 scales, blocks 0 to 3, in each cell", fontsize=9)
+    for ax, count in ((left, len(rows)), (right, len(lines))):
+        ax.set_xlim(0, 4)
+        ax.set_ylim(count, 0)
+        ax.xaxis.tick_top()
+        ax.tick_params(length=0, labelsize=8)
+        for side in ax.spines.values():
+            side.set_visible(False)
     return figure
 
 
@@ -121,11 +132,11 @@ def frame(sizes: tuple[int, ...], capacity: int) -> Figure:
         ax.add_patch(Rectangle((0, y), width, 1, facecolor="#eeeeee", edgecolor=GREY, linewidth=0.6))
     for g, (start, size) in enumerate(zip(offsets.tolist(), sizes, strict=False)):
         place = 128 * int(tiles.tile_start[g])
-        colour = (BLUE, ORANGE, "#4a9c5d", "#8a5fb0")[g % 4]
+        colour = BANDS[g % 4]
         for x, y in ((start, 0), (place, 2)):
             ax.add_patch(Rectangle((x, y), size, 1, facecolor=colour, edgecolor="white"))
             if size:
-                ax.text(x + size / 2, y + 0.5, f"group {g}\n{size}", ha="center", va="center", color="white", fontsize=8)
+                ax.text(x + size / 2, y + 0.5, f"{g}:\n{size}", ha="center", va="center", color="white", fontsize=8)
     for tile in range(tiles.num_tiles + 1):
         ax.plot([128 * tile] * 2, [1.8, 3.2], color="black", linewidth=0.7)
     ax.set_xlim(-5, total + 5)
@@ -135,7 +146,7 @@ def frame(sizes: tuple[int, ...], capacity: int) -> Figure:
     for side in ax.spines.values():
         side.set_visible(False)
     names = ", ".join(map(str, sizes))
-    ax.set_title(f"Groups of {names} rows. Grey: dead rows and padding, always zero", fontsize=9)
+    ax.set_title(f"Groups of {names} rows (group: rows). Grey: dead rows and padding, always zero", fontsize=9)
     return figure
 
 
