@@ -47,6 +47,8 @@ $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check '$(TORCH)'
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test]'
+	# the oldest Triton that is supported, for the tests that compile with it; they are skipped where it cannot be had
+	-$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/triton-3.6.0 triton==3.6.0
 	touch $@
 
 clean:

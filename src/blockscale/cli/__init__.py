@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from blockscale import __version__
+from blockscale.cli.audit import audit_app
 from blockscale.cli.info import info
 from blockscale.cli.train import train
 
@@ -34,5 +35,6 @@ def _main(
 
 app.command()(train)
 app.command()(info)
+app.add_typer(audit_app, name="audit")
 
 __all__ = ["app"]

@@ -1,7 +1,8 @@
 """Which implementation runs an operator on a device, and why. The choice changes speed; quantized bits never.
 
-On the CPU the compiled kernels run whenever they could be built (``kernels.cpu.build``) and know the formats; else, and on
-other devices, the reference does. :func:`choose` says which, and the functions below follow it.
+On the CPU the compiled kernels run whenever they could be built (``kernels.cpu.build``) and know the formats. On a GPU the
+Triton kernels run where there are any for the stage and the formats. Else the reference does. :func:`choose` says which, and
+the functions below follow it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +50,8 @@ _CPU = {
     "reduce": "blockscale.kernels.cpu.reduce",
     "count": "blockscale.kernels.cpu.count",
 }
+#: what has Triton kernels
+_TRITON = {"quantize": "blockscale.kernels.quantize"}
 _SUMS = "the reference's meaning, sums in an order of its own"
 
 _only_reference = False
@@ -67,6 +73,14 @@ def choose(stage: str, device: torch.device, *formats: Format | None) -> Choice:
     Args:
         formats: of what is quantized, or of the operands that are multiplied; None for a high-precision operand.
     """
+    if device.type == "cuda":
+        why = _against_triton(stage, device, *formats)
+        if why is None:
+            names = ", ".join(dict.fromkeys(f"{_TRITON[stage]}_{f.kind}" for f in formats if f is not None))
+            return Choice(
+                "triton", names, "one launch for all groups; offsets are read on the device; the bits of the reference", 0
+            )
+        return Choice("reference", _REFERENCE[stage], why, 0)
     why = _against_cpu(stage, device, *formats)
     if why is not None:
         return Choice("reference", _REFERENCE[stage], why, 0)
@@ -89,6 +103,33 @@ def _against_cpu(stage: str, device: torch.device, *formats: Format | None) -> s
         if fmt is not None and (fmt.from_row or not cpu_quantize.covers(fmt)):
             return f"plain torch, because the faster cpu backend has no code for {fmt.label}"
     return None
+
+
+def _against_triton(stage: str, device: torch.device, *formats: Format | None) -> str | None:
+    """Why no Triton kernel runs on a CUDA device; None: one does."""
+    plain = "plain torch on the device"
+    if stage not in _TRITON:
+        why = f"{plain}, because there is no kernel of this stage yet"
+        return why + ("; reads the offsets on the host, so it syncs and cannot be captured" if stage in ("gemm", "reduce") else "")
+    if _only_reference:
+        return "asked for by a test"
+    if triton_quantize() is None:
+        return f"{plain}, because triton cannot be imported"
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability(device) < (8, 9):
+        return f"{plain}, because the device converts nothing to FP8 (compute capability 8.9 and newer do)"
+    for fmt in formats:
+        if fmt is not None and (fmt.from_row or not triton_quantize().covers(fmt)):
+            return f"{plain}, because there is no kernel for {fmt.label} yet"
+    return None
+
+
+@lru_cache(maxsize=1)
+def triton_quantize() -> Any:
+    """``ops.launch.quantize``, or None where triton is not installed. Imported late: a CPU user waits for no compiler."""
+    try:
+        return import_module("blockscale.ops.launch.quantize")
+    except ImportError:
+        return None
 
 
 def _products() -> str:
@@ -142,10 +183,11 @@ def quantize(
         raise ValueError("format fp8delayed quantizes with a scale that is kept between steps, and here is none to give")
     if not (columnwise and fmt.from_row) and not isinstance(fmt, FP8Delayed):
         fmt = fmt.stored("rowwise" if rowwise else "columnwise")
-    if fast("quantize", x.device, fmt):
+    kernels = _quantize_kernels(x, fmt)
+    if kernels is not None:
         if out is None or _separate(x, out):
-            return cpu_quantize.quantize(x, offsets, fmt, rowwise, columnwise, layout, amax, rng, out)
-        planes = cpu_quantize.quantize(x, offsets, fmt, rowwise, columnwise, layout, amax, rng)
+            return kernels.quantize(x, offsets, fmt, rowwise, columnwise, layout, amax, rng, out)
+        planes = kernels.quantize(x, offsets, fmt, rowwise, columnwise, layout, amax, rng)
     elif offsets is None:
         planes = reference_quantize.quantize(x, fmt, rowwise, columnwise, layout, amax, rng, scale)
     else:
@@ -157,10 +199,18 @@ def quantize(
     return out
 
 
+def _quantize_kernels(x: Tensor, fmt: Format) -> Any:
+    """The module whose ``quantize`` runs for a tensor; None: the reference."""
+    if x.device.type == "cuda":
+        return triton_quantize() if _against_triton("quantize", x.device, fmt) is None else None
+    return cpu_quantize if fast("quantize", x.device, fmt) else None
+
+
 def _separate(x: Tensor, out: list[Tensor]) -> bool:
-    """Whether the kernels can write to ``out`` at once: whole tensors in memory that x does not share."""
+    """Whether the kernels can write to ``out`` at once: whole tensors, aligned as new ones, in memory that x does not share."""
     memory = x.untyped_storage().data_ptr()
-    return all(t.is_contiguous() and t.untyped_storage().data_ptr() != memory for t in out)
+    aligned = x.device.type == "cpu" or all(t.data_ptr() % 16 == 0 for t in out)
+    return aligned and all(t.is_contiguous() and t.untyped_storage().data_ptr() != memory for t in out)
 
 
 def _one_plane(x: GroupedTensor | Tensor, plane: str) -> GroupedTensor | Tensor:

@@ -1,0 +1,1 @@
+"""Starts the Triton kernels: outputs, workspaces, tile sizes and grids."""
