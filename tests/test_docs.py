@@ -42,7 +42,7 @@ def test_blocks_print_what_the_page_says(page, tmp_path, monkeypatch):
 def test_every_fence_is_known(page):
     """A fence that the runner does not see is not checked: each is python, or text below python, or a shell line."""
     text = (DOCS / page).read_text()
-    opening = re.findall(r"^```(\S.*)$", text, re.MULTILINE)
+    opening = re.findall(r"^ *```(\S.*)$", text, re.MULTILINE)
     assert set(opening) <= {"python", 'text title="Output"', 'text title="Error"', "sh"}
     below = sum(b.title is not None for b in PAGES.blocks(text))
     assert sum(o.startswith("text") for o in opening) == below
