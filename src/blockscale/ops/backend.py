@@ -26,12 +26,13 @@ from blockscale.kernels.cpu import quantize as cpu_quantize
 from blockscale.kernels.cpu import reduce as cpu_reduce
 from blockscale.kernels.cpu.blas import bf16_gemm
 from blockscale.kernels.cpu.build import load
+from blockscale.layouts import PLANES
 from blockscale.ops import checks
 from blockscale.reference import activations as reference_activations
 from blockscale.reference import count as reference_count
 from blockscale.reference import grouped_gemm as reference_gemm
 from blockscale.reference import quantize as reference_quantize
-from blockscale.tensors import GroupedTensor
+from blockscale.tensors import BlockScaledTensor, GroupedTensor, planes_from_list
 
 #: what each kind of stage runs in the reference backend
 _REFERENCE = {
@@ -100,9 +101,16 @@ def _against_cpu(stage: str, device: torch.device, *formats: Format | None) -> s
     if load().library is None:
         return f"plain torch, because the faster cpu backend is not there: {load().why}"
     for fmt in formats:
-        if fmt is not None and (fmt.from_row or not cpu_quantize.covers(fmt)):
+        if fmt is not None and not _covered(fmt):
             return f"plain torch, because the faster cpu backend has no code for {fmt.label}"
     return None
+
+
+def _covered(fmt: Format) -> bool:
+    """Whether the compiled kernels know a format; a plane made of the other one's values is two quantizations."""
+    if isinstance(fmt, FP8Delayed):
+        return False
+    return all(cpu_quantize.covers(fmt.stored(plane)) for plane in PLANES)
 
 
 def _against_triton(stage: str, device: torch.device, *formats: Format | None) -> str | None:
@@ -181,7 +189,10 @@ def quantize(
         ]
     if isinstance(fmt, FP8Delayed) and scale is None:
         raise ValueError("format fp8delayed quantizes with a scale that is kept between steps, and here is none to give")
-    if not (columnwise and fmt.from_row) and not isinstance(fmt, FP8Delayed):
+    from_row = columnwise and fmt.from_row
+    if from_row and fast("quantize", x.device, fmt):
+        return _from_row(x, offsets, fmt, rowwise, layout, amax, rng, out)
+    if not from_row and not isinstance(fmt, FP8Delayed):
         fmt = fmt.stored("rowwise" if rowwise else "columnwise")
     kernels = _quantize_kernels(x, fmt)
     if kernels is not None:
@@ -204,6 +215,33 @@ def _quantize_kernels(x: Tensor, fmt: Format) -> Any:
     if x.device.type == "cuda":
         return triton_quantize() if _against_triton("quantize", x.device, fmt) is None else None
     return cpu_quantize if fast("quantize", x.device, fmt) else None
+
+
+def _from_row(
+    x: Tensor,
+    offsets: Tensor | None,
+    fmt: Format,
+    rowwise: bool,
+    layout: str,
+    amax: Tensor | None,
+    rng: Tensor | None,
+    out: list[Tensor] | None,
+) -> list[Tensor]:
+    """A columnwise plane made of the values of the rowwise one, with that before it when it is asked for."""
+    row_format, column_format = (fmt.stored(plane) for plane in PLANES)
+    own = amax if rowwise or not row_format.scales_rows else None  # a row-scaled amax belongs to the plane that is asked
+    row = quantize(x, offsets, row_format, True, False, layout, own, rng)
+    plane, shape = planes_from_list(row, row_format, True, False, layout)[0], (x.shape[0], x.shape[1])
+    if offsets is None:
+        seen = BlockScaledTensor(shape, row_format, plane, None).dequantize()
+    else:
+        seen = GroupedTensor(shape, row_format, plane, None, offsets).dequantize()
+    planes = [*(row if rowwise else []), *quantize(seen, offsets, column_format, False, True, layout, amax, rng)]
+    if out is None:
+        return planes
+    for target, source in zip(out, planes, strict=True):
+        target.copy_(source)
+    return out
 
 
 def _separate(x: Tensor, out: list[Tensor]) -> bool:
