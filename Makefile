@@ -7,7 +7,7 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.10' || 
 JOBS ?= 2
 OUT ?= runs/make-run
 
-.PHONY: run test test-slow test-peers bench lint setup clean
+.PHONY: run test test-slow test-peers bench docs docs-outputs lint setup clean
 
 run: setup
 	$(BIN)/blockscale train --overwrite --out $(OUT)
@@ -28,9 +28,17 @@ bench: setup
 	OMP_NUM_THREADS=2 $(BIN)/python bench/cpu_quantize.py
 	OMP_NUM_THREADS=2 $(BIN)/python bench/cpu_step.py
 
+# the documentation, in build/site; `make docs-outputs` writes pictures, and what the examples print, into the pages
+docs: setup
+	$(BIN)/python -m mkdocs build --strict
+
+docs-outputs: setup
+	$(BIN)/python docs/pictures.py
+	$(BIN)/python docs/pages.py
+
 lint: setup
-	$(BIN)/ruff check src tests bench
-	$(BIN)/ruff format --check src tests bench
+	$(BIN)/ruff check src tests bench docs/*.py
+	$(BIN)/ruff format --check src tests bench docs/*.py
 	$(BIN)/mypy
 
 setup: $(VENV)/.ready
