@@ -78,9 +78,8 @@ def choose(stage: str, device: torch.device, *formats: Format | None) -> Choice:
         why = _against_triton(stage, device, *formats)
         if why is None:
             names = ", ".join(dict.fromkeys(f"{_TRITON[stage]}_{f.kind}" for f in formats if f is not None))
-            return Choice(
-                "triton", names, "one launch for all groups; offsets are read on the device; the bits of the reference", 0
-            )
+            how = "; ".join(dict.fromkeys(triton_quantize().about(f) for f in formats if f is not None))
+            return Choice("triton", names, f"{how}; offsets are read on the device; the bits of the reference", 0)
         return Choice("reference", _REFERENCE[stage], why, 0)
     why = _against_cpu(stage, device, *formats)
     if why is not None:

@@ -28,10 +28,14 @@ def covers(fmt: Format) -> bool:
     return isinstance(fmt, MXFP8) or (isinstance(fmt, NVFP4) and not (fmt.row_scaled or fmt.four_over_six))
 
 
-def workspace_bytes(fmt: Format, num_groups: int | None) -> int:
-    """Bytes that a call takes besides its outputs: NVFP4's maxima and multipliers of each group."""
-    G = 1 if num_groups is None else num_groups
-    return 4 * 2 * G * (MULTIPLIERS + 1) if isinstance(fmt, NVFP4) else 0
+def about(fmt: Format) -> str:
+    """How a call runs, for ``explain``."""
+    if isinstance(fmt, NVFP4):
+        return (
+            "maxima (unless given), multipliers and codes, a launch each for all groups; "
+            f"besides outputs {4 * 2 * (MULTIPLIERS + 1)} bytes a group from torch's allocator"
+        )
+    return "one launch for all groups"
 
 
 def slots(call: Call, rows: int) -> int:

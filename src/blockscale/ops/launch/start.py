@@ -6,7 +6,7 @@ the compiler fits without spilling registers to memory is used, for this combina
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -20,12 +20,11 @@ class Candidate:
     constants: dict[str, int]
     num_warps: int
     maxnreg: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)
 
     def all_options(self) -> dict[str, Any]:
         """Keyword arguments of a launch besides the kernel's own."""
         capped = {} if self.maxnreg is None else {"maxnreg": self.maxnreg}
-        return {**self.constants, "num_warps": self.num_warps, "enable_fp_fusion": False, **capped, **self.options}
+        return {**self.constants, "num_warps": self.num_warps, "enable_fp_fusion": False, **capped}
 
 
 _chosen: dict[tuple[object, ...], Candidate] = {}
