@@ -67,6 +67,48 @@ def test_compiled_equals_reference(fmt, dtype, columns):
     assert fast[:, INDEX["nans"]].tolist() == [0, 0, 4, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("columns", [4, 40, 129])
+@pytest.mark.parametrize("offsets", [OFFSETS, None], ids=["groups", "whole"])
+def test_finite_tensors_are_counted_and_others_left(offsets, columns, dtype):
+    live = 300 if offsets is not None else 320
+    x = torch.where(wild(dtype, columns).isfinite(), wild(dtype, columns), 2.5)
+    x[live:] = math.nan  # dead rows
+    strided = x.repeat(1, 2)[:, :columns]
+    groups, extent = (4, OFFSETS) if offsets is not None else (1, torch.tensor([0, 320]))
+    want = fresh(groups, x.device)
+    backend.count_into(want, x, extent, None, 1)
+    assert want[:, INDEX["amax"]].max() == x[:live].abs().max().double() > 0
+    for tensor in (x, strided):
+        for bad in (None, math.nan, -math.inf):
+            made, slow = fresh(groups, x.device), fresh(groups, x.device)
+            looked = tensor.clone()
+            if bad is not None:
+                looked[live - 1, columns - 1] = bad
+            finite = backend.count_finite(made, looked, offsets)
+            with backend.only_reference():
+                assert backend.count_finite(slow, looked, offsets) is finite is (bad is None)
+            assert torch.equal(made, slow)
+            assert torch.equal(made, want if finite else fresh(groups, x.device))
+
+
+def test_finite_over_threads():
+    x = torch.randn(4096, 1100)
+    x[4000, 7] = 100.0
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        out = fresh(1, x.device)
+        assert backend.count_finite(out, x, None)
+        assert out[0, INDEX["amax"]] == 100
+        assert out[0, INDEX["elements"]] == x.numel()
+        x[2048, 3] = math.nan
+        assert not backend.count_finite(out, x, None)
+        assert out[0, INDEX["elements"]] == x.numel()
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("name", ["mxfp8.input", "mxfp8_floor", "mxfp8_floor_e5m2", "nvfp4.weight", "fp8_block.weight", "mxfp4"])
 def test_each_element_by_its_definition(name):
     """Saturated and underflowed elements found from the value that they decode to."""

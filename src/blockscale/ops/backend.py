@@ -332,3 +332,10 @@ def count_into(out: Tensor, x: Tensor, offsets: Tensor, q: GroupedTensor | None,
     if fast("count", x.device) and x.dtype in cpu_quantize.DTYPES:
         return cpu_count.count_into(out, x, offsets, one, call)
     return reference_count.count_into(out, x, offsets, one, call)
+
+
+def count_finite(out: Tensor, x: Tensor, offsets: Tensor | None) -> bool:
+    """``reference.count.count_finite`` or the kernel of the same meaning."""
+    if fast("count", x.device) and x.dtype in cpu_quantize.DTYPES:
+        return cpu_count.count_finite(out, x, offsets)
+    return reference_count.count_finite(out, x, offsets)

@@ -48,6 +48,28 @@ def count_into(out: Tensor, x: Tensor, offsets: Tensor, q: GroupedTensor | None,
     out[:, sums:] = torch.maximum(out[:, sums:], made[:G, sums:])
 
 
+@torch.no_grad()
+def count_finite(out: Tensor, x: Tensor, offsets: Tensor | None) -> bool:
+    """Add what :func:`count_into` would, without scales, if the live rows of x are finite; if not, change nothing.
+
+    Reads the device: for tensors on the CPU.
+
+    Args:
+        out: float64 (G, F), written in place if x is finite.
+        x: (M, K) with offsets, else of any shape. offsets: int64[G+1]; None: one group.
+
+    Returns:
+        whether x is finite.
+    """
+    if offsets is None:
+        x = x.reshape(1, -1)
+        offsets = torch.tensor([0, 1], device=x.device)
+    if not bool(x[: int(offsets[-1])].isfinite().all()):
+        return False
+    count_into(out, x, offsets, None, 0)
+    return True
+
+
 def _row_scales(q: GroupedTensor) -> Tensor:
     """float32 (M, B): the decode scale of each block of each row (of a dead row: anything)."""
     fmt, tiles, logical = q.format, q.tiles, q.logical("rowwise")

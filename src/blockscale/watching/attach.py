@@ -42,7 +42,7 @@ class Watcher(Protocol):
 class Report:
     """The listener of one layer: passes on its name. Holds the watch weakly: one that is forgotten hears nothing.
 
-    ``rare``: roles that are looked at in full steps only.
+    ``rare``: roles that are looked at in full steps only; "loss" is an output that is a number.
     """
 
     def __init__(self, watcher: Watcher, layer: str, rare: frozenset[str] = frozenset()) -> None:
@@ -110,12 +110,12 @@ def _rare(kind: str, kinds: set[str]) -> frozenset[str]:
     """Roles of a layer that only full steps look at.
 
     A NaN that comes to a norm or an activation reaches the output of the product behind it, one that comes back to a product
-    the gradient of what stands before it: between full steps it is enough to look there, where there are both.
+    or a router the gradient of what stands before it: between full steps it is enough to look there, where there are both.
     """
     if kind == "own":
         return RARE
     if kind == "router":
-        return frozenset()
+        return frozenset({"gradient", "loss"})
     if kind == "product":
         return frozenset({"input", "gradient"} if kinds & {"own", "other"} else {"input"})
     return frozenset({"input", "output"} if kinds & {"own", "product"} else {"input"})
@@ -160,7 +160,7 @@ def _hook(module: nn.Module, report: Report) -> Callable[[], None]:
     def after(module: nn.Module, args: Any, output: Any) -> None:
         seen, gradients = wants("output"), wants("gradient")
         for y in _tensors(output) if seen or gradients else ():
-            if seen:
+            if seen and (y.dim() or wants("loss")):
                 _show(y, tap, "output")
             if gradients and y.requires_grad and torch.is_grad_enabled():
                 y.register_hook(lambda gradient: _show(gradient, tap, "gradient"))

@@ -21,7 +21,7 @@ class Column:
     first: int
     last: int
     full: bool
-    values: torch.Tensor  # float32 (keys known then, metrics)
+    values: torch.Tensor  # float32 (keys known then, metrics), never written to
 
 
 @dataclass
@@ -31,6 +31,7 @@ class History:
     limit: int
     keys: dict[Key, int] = field(default_factory=dict)
     columns: list[Column] = field(default_factory=list)
+    _clean: torch.Tensor = field(default_factory=lambda: torch.empty(0, len(METRICS)))  # of every clean step
 
     def add(self, step: int, full: bool, keys: list[Key], measured: torch.Tensor) -> None:
         """One more step: the metrics (K, METRICS) of these tensors."""
@@ -41,9 +42,10 @@ class History:
 
     def add_clean(self, step: int) -> None:
         """One more step: no NaN and no infinity in any tensor, the rest not known."""
-        values = torch.full((len(self.keys), len(METRICS)), torch.nan)
-        values[:, :2] = 0
-        self._append(Column(step, step, False, values))
+        if self._clean.shape[0] != len(self.keys):
+            self._clean = torch.full((len(self.keys), len(METRICS)), torch.nan)
+            self._clean[:, :2] = 0
+        self._append(Column(step, step, False, self._clean))
 
     def _append(self, column: Column) -> None:
         self.columns.append(column)

@@ -53,7 +53,8 @@ class Arena:
 class Snapshot:
     """What was counted in one step, on its way to the host.
 
-    ``slots`` with when each was first seen, in that order; ``tables``: the arenas' rows; ``events``: to wait for.
+    ``slots`` with when each was first seen, in that order; ``tables``: the arenas' rows; ``events``: to wait for. Without any:
+    every tensor was found finite as it was counted, and nobody asked for more.
     """
 
     step: int
@@ -101,6 +102,7 @@ class Slots:
         self._lock = threading.Lock()
         self._extents: dict[tuple[int, torch.device], Tensor] = {}
         self._calls = 0
+        self._finite = True  # whether all that was counted in this step is known to be
 
     @property
     def layers(self) -> set[str]:
@@ -112,9 +114,12 @@ class Slots:
         """Whether anything was seen since the last :meth:`take`."""
         return self._calls > 0
 
-    def add(self, layer: str, tensor: Seen, offsets: Tensor | None, full: bool) -> Slot | None:
+    def add(self, layer: str, tensor: Seen, offsets: Tensor | None, full: bool) -> None:
         """Count what a tensor holds; rows grouped by ``offsets``, or all of it in one group. ``full``: its scales too."""
-        return self._count(layer, tensor, offsets, full, self._reserve(1))
+        if tensor.x.numel() or offsets is not None:
+            call = self._reserve(1)
+            if full or not self._count_finite(layer, tensor, offsets, call):
+                self._count(layer, tensor, offsets, full, call)
 
     def add_pass(self, layer: str, tensors: Sequence[Seen], offsets: Tensor, full: bool) -> None:
         """Count what tensors hold each of which is made of the one before.
@@ -122,13 +127,9 @@ class Slots:
         On the CPU, unless ``full``, the last one is looked at, and all of them only if it is not finite.
         """
         call = self._reserve(len(tensors))
-        todo = list(enumerate(tensors, call))
-        if not full and _nan_reaches_the_last(tensors):
-            number, last = todo.pop()
-            slot = self._count(layer, last, offsets, False, number)
-            if slot is not None and not float(slot.table[:, :2].sum()):
-                return
-        for number, tensor in todo:
+        if not full and _nan_reaches_the_last(tensors) and self._count_finite(layer, tensors[-1], offsets, call + len(tensors) - 1):
+            return
+        for number, tensor in enumerate(tensors, call):
             self._count(layer, tensor, offsets, full, number)
 
     def _reserve(self, count: int) -> int:
@@ -137,23 +138,32 @@ class Slots:
             self._calls += count
             return self._calls - count + 1
 
-    def _count(self, layer: str, tensor: Seen, offsets: Tensor | None, full: bool, call: int) -> Slot | None:
+    def _count_finite(self, layer: str, tensor: Seen, offsets: Tensor | None, call: int) -> bool:
+        """Count a tensor, its scales aside, if it is on the CPU and finite: cheap, and nearly always so. Whether it was counted."""
+        if tensor.x.device.type != "cpu":
+            return False
+        slot = self._touch(layer, tensor, 1 if offsets is None else offsets.shape[0] - 1, call)
+        return backend.count_finite(slot.table, tensor.x, offsets)
+
+    def _count(self, layer: str, tensor: Seen, offsets: Tensor | None, full: bool, call: int) -> None:
         x, q = tensor.x, tensor.quantized if full else None
         if offsets is None:
-            if x.numel() == 0:
-                return None
             x = x.reshape(-1, x.shape[-1]) if x.dim() else x.view(1, 1)
             offsets = self._one_group(x.shape[0], x.device)
-        groups = offsets.numel() - 1
-        with self._lock:
-            slot = self._slots.get((layer, tensor.role))
-            if slot is None or slot.groups != groups or slot.table.device != x.device:
-                slot = self._slots[layer, tensor.role] = self._new(layer, tensor.role, groups, x.device)
-            if slot.first_call is None:
-                slot.first_call = call
+        slot = self._touch(layer, tensor, offsets.shape[0] - 1, call)
         if q is not None:
             slot.format = q.format.of("rowwise").label
+        self._finite = False  # it may be, but the counters alone tell
         backend.count_into(slot.table, x, offsets, q, call)
+
+    def _touch(self, layer: str, tensor: Seen, groups: int, call: int) -> Slot:
+        """The slot of a tensor, made if need be, and seen."""
+        with self._lock:
+            slot = self._slots.get((layer, tensor.role))
+            if slot is None or slot.groups != groups or slot.table.device != tensor.x.device:
+                slot = self._slots[layer, tensor.role] = self._new(layer, tensor.role, groups, tensor.x.device)
+            if slot.first_call is None:
+                slot.first_call = call
         return slot
 
     def _one_group(self, rows: int, device: torch.device) -> Tensor:
@@ -175,19 +185,23 @@ class Slots:
         start, arena.used = arena.used, arena.used + groups
         return Slot(layer, role, index, start, arena.table[start : arena.used])
 
-    def take(self, step: int, full: bool) -> Snapshot:
-        """End a step: send the counters to the host and start again from nothing. No wait for the device."""
+    def take(self, step: int, full: bool, measured: bool = False) -> Snapshot:
+        """End a step: send the counters to the host and start again from nothing. No wait for the device.
+
+        ``measured``: magnitudes are asked for, even of a step in which all was found finite.
+        """
         with self._lock:
             seen = [(slot, slot.first_call) for slot in self._slots.values() if slot.first_call is not None]
             for slot, _ in seen:
                 slot.first_call = None
-            self._calls = 0
             tables: list[Tensor] = []
             events: list[torch.cuda.Event] = []
             for arena in self._arenas:
-                tables.append(_to_host(arena.table[: arena.used], events))
+                if not self._finite or measured:
+                    tables.append(_to_host(arena.table[: arena.used], events))
                 arena.table[: arena.used] = arena.fresh[: arena.used]
-        return Snapshot(step, full, sorted(seen, key=lambda pair: pair[1]), tables, events)
+            self._calls, self._finite = 0, True
+        return Snapshot(step, full, sorted(seen, key=lambda pair: pair[1]) if tables else [], tables, events)
 
 
 def _nan_reaches_the_last(tensors: Sequence[Seen]) -> bool:

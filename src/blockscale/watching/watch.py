@@ -63,6 +63,7 @@ class Watch:
             raise TypeError(f"model is {type(model).__name__}; a torch.nn.Module is needed")
         self._every = checks.count("every", every)
         self._limits = _limits(stop)
+        self._measured = bool(set(self._limits or ()) - {"nan", "inf"})
         self._steps = 0
         self._begin(checks.count("first_step", first_step, 0))
         self._model = weakref.ref(model)
@@ -113,7 +114,7 @@ class Watch:
             self._step = checks.count("number", number, 0)
         if self._steps == 0:
             self._say_what_was_not_seen()
-        self._pending.append(self._slots.take(self._step, self.full))
+        self._pending.append(self._slots.take(self._step, self.full, measured=self._measured))
         self._steps += 1
         self._begin(self._step + 1)
         before = len(self.findings)
@@ -212,7 +213,7 @@ class Watch:
 
     def _arrived(self, snapshot: Snapshot) -> None:
         self._newest = snapshot.step
-        if not snapshot.full and not self._limits and snapshot.clean():
+        if not snapshot.full and not self._measured and snapshot.clean():
             self._history.add_clean(snapshot.step)
             self._write("step", step=snapshot.step, rank=self.rank, full=False, tensors=[])
             return
@@ -319,8 +320,8 @@ def watch(
 
     A *full* step (the first, and each ``every``-th) looks at everything. Between them a NaN is still found in its step, from
     fewer tensors: on the CPU a pass of a blockscale layer by its last tensor, then by all of them if that is not finite;
-    weights and their gradients not; other modules by the outputs of products and the gradients of norms and activations,
-    which a NaN reaches. An infinity that a format saturates (NVFP4, FP8) shows in full steps only.
+    weights and their gradients not; a router by its scores and probabilities; other modules by the outputs of products and
+    the gradients of norms and activations, which a NaN reaches. An infinity that a format saturates (NVFP4, FP8) shows in full steps only.
 
     Results do not change by a bit (under ``torch.compile``, a compiler may fuse plain modules differently around what is
     looked at). Recomputed forward passes are not counted again.

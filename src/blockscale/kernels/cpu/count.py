@@ -67,6 +67,32 @@ def count_into(out: Tensor, x: Tensor, offsets: Tensor, q: GroupedTensor | None,
     del kept
 
 
+def count_finite(out: Tensor, x: Tensor, offsets: Tensor | None) -> bool:
+    """Add what :func:`count_into` would, without scales, if all of x is finite; if not, change nothing. Whether it is.
+
+    Args:
+        out: contiguous float64 (G, FIELDS).
+        x: float32, bfloat16 or float16; (M, K) with offsets, else of any shape. offsets: int64[G+1], checked; None: one group.
+    """
+    x, n = x.contiguous(), x.numel()
+    threads = 1 if n < 2 * _ELEMENTS_A_THREAD else min(torch.get_num_threads(), n // _ELEMENTS_A_THREAD)
+    if offsets is None:
+        return bool(_finite()(x.data_ptr(), None, 1, 1, n, out.data_ptr(), DTYPES[x.dtype], threads))
+    offsets = offsets.contiguous()
+    shape = (offsets.shape[0] - 1, 0, x.shape[1])
+    return bool(_finite()(x.data_ptr(), offsets.data_ptr(), *shape, out.data_ptr(), DTYPES[x.dtype], threads))
+
+
+@cache
+def _finite() -> Any:
+    library = load().library
+    assert library is not None
+    function = library.blockscale_count_finite
+    function.argtypes = [_PTR, _PTR, _I64, _I64, _I64, _PTR, _I32, _I32]
+    function.restype = _I32
+    return function
+
+
 @cache
 def _look() -> Any:
     library = load().library

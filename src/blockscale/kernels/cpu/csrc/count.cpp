@@ -196,11 +196,10 @@ template <int D, int C, class S> INLINE bool count_good_row(const CountArgs& a, 
 
 // n elements side by side, no scales: true, with the largest magnitude, when all are finite.
 template <int D> bool largest_of(const char* x, i64 n, u32& largest) {
-    typedef typename Word<D>::U U;
-    constexpr U mask = U(~U(0)) >> 1;
+    typedef std::conditional_t<D == F32, u32, u16> U;  // of float16 the magnitudes themselves, which order as numbers do
+    constexpr U mask = U(~U(0)) >> 1, inf = D == F16 ? 0x7C00 : Word<D>::inf;
     constexpr int lanes = 64 / sizeof(U);
     typedef typename Vector<U, 64>::V V;
-    if (D == F16) return false;
     const U* p = (const U*)x;
     V most[4] = {};
     i64 i = 0;
@@ -213,8 +212,14 @@ template <int D> bool largest_of(const char* x, i64 n, u32& largest) {
     memcpy(lane, most, sizeof most);
     for (U m : lane) m_max = m > m_max ? m : m_max;
     for (; i < n; i++) m_max = (p[i] & mask) > m_max ? (p[i] & mask) : m_max;
-    largest = Word<D>::wide(m_max);
-    return m_max < Word<D>::inf;
+    if (D == F16) {
+        float wide[LANES];  // the conversion writes a whole vector
+        to_float((const char*)&m_max, F16, 1, 1, wide);
+        largest = as_u(wide[0]);
+    } else {
+        largest = Word<D>::wide(m_max);
+    }
+    return m_max < inf;
 }
 
 template <int D> struct Tables {  // bounds by scale code: one table, or one a group
@@ -315,4 +320,36 @@ extern "C" void blockscale_look(const char* x, i64 ldx, const i64* offsets, i64 
     args.x = x, args.ldx = ldx, args.offsets = offsets, args.groups = groups, args.columns = columns;
     args.block = columns > 0 ? columns : 1, args.out = out, args.call = call, args.dtype = dtype, args.threads = threads;
     blockscale_count(&args);
+}
+
+// What is nearly always so: every element of the live rows is finite. 1: elements and magnitudes are counted; 0: something is not
+// finite, and nothing was counted. Rows lie side by side; offsets null: `rows` of them in one group.
+extern "C" i32 blockscale_count_finite(const char* x, const i64* offsets, i64 groups, i64 rows, i64 columns, double* out,
+                                       i32 dtype, i32 threads) {
+    constexpr i64 chunk = 1 << 18;
+    struct Part {
+        i64 group, first, elements;
+        u32 largest;
+        bool finite;
+    };
+    auto begin = [&](i64 g) { return (offsets ? offsets[g] : g * rows) * columns; };
+    std::vector<Part> parts;
+    for (i64 g = 0; g < groups; g++)
+        for (i64 i = begin(g), end = begin(g + 1); i < end; i += chunk) parts.push_back({g, i, least(chunk, end - i), 0, false});
+    parallel((i64)parts.size(), threads, 1, 0, [&](i64 unit, char*) {
+        Part& p = parts[size_t(unit)];
+        const char* first = x + p.first * size_of(dtype);
+        p.finite = dtype == F32    ? largest_of<F32>(first, p.elements, p.largest)
+                   : dtype == BF16 ? largest_of<BF16>(first, p.elements, p.largest)
+                                   : largest_of<F16>(first, p.elements, p.largest);
+    });
+    for (const Part& p : parts)
+        if (!p.finite) return 0;
+    for (i64 g = 0; g < groups; g++) out[g * FIELDS + CALLS] += 1;
+    for (const Part& p : parts) {
+        double *row = out + p.group * FIELDS, amax = double(as_f(p.largest));
+        row[ELEMENTS] += double(p.elements);
+        row[AMAX] = amax > row[AMAX] ? amax : row[AMAX];
+    }
+    return 1;
 }
