@@ -321,7 +321,8 @@ def watch(
     A *full* step (the first, and each ``every``-th) looks at everything. Between them a NaN is still found in its step, from
     fewer tensors: on the CPU a pass of a blockscale layer by its last tensor, then by all of them if that is not finite;
     weights and their gradients not; a router by its scores and probabilities; other modules by the outputs of products and
-    the gradients of norms and activations, which a NaN reaches. An infinity that a format saturates (NVFP4, FP8) shows in full steps only.
+    the gradients of norms and activations, which a NaN reaches. An infinity that a format saturates (NVFP4, FP8) shows in
+    full steps only.
 
     Results do not change by a bit (under ``torch.compile``, a compiler may fuse plain modules differently around what is
     looked at). Recomputed forward passes are not counted again.
