@@ -10,6 +10,7 @@ from blockscale.formats import MXFP4, MXFP8, NVFP4, FP8Block, FP8Delayed, FP8Ten
 from blockscale.layouts import offsets_from_sizes
 from blockscale.ops.activation import activation
 from blockscale.ops.activation_quantize import activation_backward_quantize, activation_quantize
+from blockscale.ops.device_status import DeviceCheckError, check
 from blockscale.ops.explain import Explanation, explain
 from blockscale.ops.frozen_linear import frozen_linear
 from blockscale.ops.frozen_mlp import frozen_mlp
@@ -38,6 +39,7 @@ __all__ = [
     "MXFP8",
     "NVFP4",
     "BlockScaledTensor",
+    "DeviceCheckError",
     "Explanation",
     "FP8Block",
     "FP8Delayed",
@@ -54,6 +56,7 @@ __all__ = [
     "activation_quantize",
     "activations",
     "autocast",
+    "check",
     "convert_model",
     "explain",
     "formats",

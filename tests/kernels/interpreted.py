@@ -5,6 +5,7 @@ A script of its own because TRITON_INTERPRET is read where kernels are defined: 
 
 import sys
 
+import pytest
 import torch
 
 import blockscale as bs
@@ -57,12 +58,35 @@ def compare(fmt, case, rowwise, columnwise):
         assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8)), (fmt.spec(), case, rowwise, columnwise)
 
 
+#: offsets that are not legal for 32 rows, and what is said of them
+WRONG = {
+    (0, 5, 3, 20): "offsets decrease at group 1: offsets[1]=5, offsets[2]=3",
+    (2, 5, 6, 20): "offsets[0]=2; offsets start at 0",
+    (0, 5, 5, 40): "offsets[3]=40: the sizes sum to more than the 32 rows",
+    (-3, 5, 7, 9): "offsets[0]=-3; offsets start at 0",
+    (0, *[7] * 40, 6): "offsets decrease at group 40: offsets[40]=7, offsets[41]=6",
+}
+
+
+def check_offsets(fmt):
+    """A kernel says which offsets are wrong, and of right ones nothing."""
+    x = torch.randn(32, 64)
+    launch.quantize(x, torch.tensor([0, 5, 5, 20]), fmt, True, True, "swizzled", None, None)
+    bs.check()
+    for offsets, message in WRONG.items():
+        launch.quantize(x, torch.tensor(offsets), fmt, True, True, "swizzled", None, None)
+        with pytest.raises(bs.DeviceCheckError) as error:
+            bs.check()
+        assert message in str(error.value)
+
+
 def main():
     first, step = map(int, sys.argv[1:])
     planes = [(True, True), (True, False), (False, True)]
     every = [(f, c, planes[(i + j) % 3]) for i, f in enumerate(FORMATS) for j, c in enumerate(CASES)]
     for fmt, case, asked in every[first::step]:
         compare(fmt, case, *asked)
+    check_offsets(FORMATS[(0, 5)[first % 2]])
     print(len(every[first::step]))
 
 

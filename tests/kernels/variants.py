@@ -50,7 +50,7 @@ def amax(dtype, where, planes, hadamard):
     return flags, launch.amax_candidates()
 
 
-POINTERS = {"offsets": "i64", "rng": "i64", "multiplier": "fp32", "amax": "i32"}
+POINTERS = {"offsets": "i64", "status": "i64", "rng": "i64", "multiplier": "fp32", "amax": "i32"}
 KERNELS = {
     "quantize_mxfp8": (quantize_mxfp8, mxfp8, (DTYPES, WHERE, PLANES, BOOL, BOOL, BOOL, BOOL, LAYOUTS)),
     "quantize_nvfp4": (quantize_nvfp4, nvfp4, (DTYPES, WHERE, PLANES, ("plain", "square", "hadamard"), BOOL, BOOL, LAYOUTS)),

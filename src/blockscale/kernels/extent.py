@@ -83,6 +83,29 @@ def _look(
 
 
 @triton.jit
+def check_offsets(status, KERNEL: tl.constexpr, offsets, groups, capacity):
+    """Leave the first group whose offsets are not legal in ``status`` (int64 words, see ``ops.device_status``), if there is one.
+
+    For one program of a launch; ``find_rows`` stays within the buffer without it.
+    """
+    lane = tl.arange(0, LANES)
+    found = tl.full((LANES,), _FAR, tl.int32)
+    for g0 in tl.range(0, groups, LANES):
+        g = g0 + lane
+        a = tl.load(offsets + g, g < groups, 0)
+        b = tl.load(offsets + g + 1, g < groups, 0)
+        bad = (b < a) | (b > capacity) | ((g == 0) & (a != 0))
+        found = tl.minimum(found, tl.where(bad & (g < groups), g, _FAR))
+    group = tl.min(found, 0)
+    if group < groups:
+        tl.store(status + 1, group.to(tl.int64))
+        tl.store(status + 2, tl.load(offsets + group))
+        tl.store(status + 3, tl.load(offsets + group + 1))
+        tl.store(status + 4, capacity + group.to(tl.int64) * 0)
+        tl.store(status, group.to(tl.int64) * 0 + KERNEL)
+
+
+@triton.jit
 def store_row_scale(scale, code, tile, i, j, rows, blocks, LAYOUT: tl.constexpr):
     """Store the codes of rows ``i`` (0..127) of a tile and blocks ``j``, padding included as far as the layout has it.
 

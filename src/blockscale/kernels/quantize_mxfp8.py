@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from blockscale.kernels.casts import block_amax, e8m0, to_float32, to_fp8
-from blockscale.kernels.extent import find_rows, store_row_scale, zero_row_scale, zero_rows
+from blockscale.kernels.extent import check_offsets, find_rows, store_row_scale, zero_row_scale, zero_rows
 
 ROWS = tl.constexpr(32)
 
@@ -27,6 +27,7 @@ def quantize_mxfp8(
     row_scale,
     col_data,
     col_scale,
+    status,
     GROUPED: tl.constexpr,
     CHUNKS: tl.constexpr,
     ROW: tl.constexpr,
@@ -48,6 +49,8 @@ def quantize_mxfp8(
     c0 = program // 4 % column_programs * COLUMNS
     slot = program // 4 // column_programs * 4 + program % 4
     if GROUPED:
+        if program == 0:
+            check_offsets(status, 1, offsets, groups, rows)
         _, first, left, before, tiles, row, dead_tile, live = find_rows(slot, offsets, groups, rows, ROWS, CHUNKS)
         j = c0 // 32 + tl.arange(0, COLUMNS // 32)
         if dead_tile + slot < num_tiles:  # this program's share of the tiles of scales past the live ones

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from blockscale.kernels.casts import FLT_MAX, block_amax, pack_codes, pack_e2m1, present_nibbles, split8, to_e4m3_scale, to_float32
-from blockscale.kernels.extent import find_rows, store_row_scale, zero_row_scale, zero_rows
+from blockscale.kernels.extent import check_offsets, find_rows, store_row_scale, zero_row_scale, zero_rows
 from blockscale.kernels.scale_nvfp4 import ENTRIES, hadamard
 
 ALL_SEVEN = tl.constexpr(0x77777777)
@@ -30,6 +30,7 @@ def quantize_nvfp4(
     row_scale,
     col_data,
     col_scale,
+    status,
     GROUPED: tl.constexpr,
     CHUNKS: tl.constexpr,
     ROW: tl.constexpr,
@@ -55,6 +56,8 @@ def quantize_nvfp4(
     slot = program // PARTS // column_programs * PARTS + program % PARTS
     blocks = tl.cdiv(columns, 16)
     if GROUPED:
+        if program == 0:
+            check_offsets(status, 2, offsets, groups, rows)
         group, first, left, before, tiles, row, dead_tile, live = find_rows(slot, offsets, groups, rows, HEIGHT, CHUNKS)
         j = c0 // 16 + tl.arange(0, COLUMNS // 16)
         if dead_tile + slot < num_tiles:  # this program's share of the tiles past the live ones

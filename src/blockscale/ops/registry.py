@@ -8,9 +8,12 @@ backend is made inside (and reported by ``explain``).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
+
+from blockscale.ops.device_status import raise_pending
 
 NAMESPACE = "blockscale"
 _defined: set[str] = set()
@@ -29,13 +32,24 @@ def define(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> t
     name = schema.split("(", 1)[0]
     _defined.add(name)
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, impl, "CompositeExplicitAutograd")
+    _library.impl(name, _after_errors(impl), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     packet = getattr(getattr(torch.ops, NAMESPACE), name)
     overload: torch._ops.OpOverload = packet.default
     for key in (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA):
         _library.impl(name, _below_autocast(overload, key), key.name)
     return overload
+
+
+def _after_errors(impl: Callable[..., Any]) -> Callable[..., Any]:
+    """What an earlier kernel found wrong is told before anything else is done."""
+
+    @wraps(impl)
+    def kernel(*args: Any) -> Any:
+        raise_pending()
+        return impl(*args)
+
+    return kernel
 
 
 def _below_autocast(op: torch._ops.OpOverload, key: torch._C.DispatchKey) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from blockscale.kernels.quantize_mxfp8 import quantize_mxfp8
 from blockscale.kernels.quantize_nvfp4 import quantize_nvfp4
 from blockscale.kernels.scale_nvfp4 import group_amax, multipliers
 from blockscale.layouts import PLANES, ceil_div, round_up, tile_capacity
+from blockscale.ops.device_status import words
 from blockscale.ops.launch.start import Candidate, choose, start
 from blockscale.tensors.shapes import amax_shape, grouped_plane_shapes, plane_shapes, scale_dtype
 
@@ -148,7 +149,18 @@ def _mxfp8(call: Call, fmt: MXFP8) -> None:
         "IGNORE_NAN": fmt.nan == "ignore",
         "LAYOUT": call.layout,
     }
-    args = (call.x, call.x.stride(0), call.offsets, call.groups, M, K, call.tiles, *call.row[:2], *call.column[:2])
+    args = (
+        call.x,
+        call.x.stride(0),
+        call.offsets,
+        call.groups,
+        M,
+        K,
+        call.tiles,
+        *call.row[:2],
+        *call.column[:2],
+        words(call.x.device),
+    )
     candidate = choose(quantize_mxfp8, mxfp8_candidates(call.rowwise, call.columnwise), args, flags)
     programs = round_up(slots(call, 32), 4) * (round_up(K, 128) // candidate.constants["COLUMNS"])
     start(quantize_mxfp8, programs, args, flags, candidate)
@@ -179,9 +191,24 @@ def _nvfp4(call: Call, fmt: NVFP4, amax: Tensor | None, rng: Tensor | None) -> N
         "IGNORE_NAN": fmt.nan == "ignore",
         "LAYOUT": call.layout,
     }
-    words = [t if t is x else t.flatten().view(torch.int32) for t in (call.row[0], call.column[0])]
+    data = [t if t is x else t.flatten().view(torch.int32) for t in (call.row[0], call.column[0])]
     rng = times if rng is None else rng
-    args = (x, x.stride(0), call.offsets, G, M, K, call.tiles, times, rng, words[0], call.row[1], words[1], call.column[1])
+    args = (
+        x,
+        x.stride(0),
+        call.offsets,
+        G,
+        M,
+        K,
+        call.tiles,
+        times,
+        rng,
+        data[0],
+        call.row[1],
+        data[1],
+        call.column[1],
+        words(x.device),
+    )
     candidate = choose(quantize_nvfp4, _NVFP4, args, flags)
     constants = candidate.constants
     height = 16 * constants["LANES"]
