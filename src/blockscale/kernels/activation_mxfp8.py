@@ -112,12 +112,16 @@ def activation_backward_mxfp8(
     """The quantized (rows, W) gradient of the pre-activation, partial sums of ds (``ds_parts``, as ``activation_backward``) and,
     with BIAS, of its columns (``bias_parts``, as ``sums.column_parts``).
 
-    A GLU's width is a multiple of 64, its RUN 0, a multiple of 32, or a power of two up to 16: then no block of 32 columns of the
-    result needs more than this program holds, and no column is padding.
+    A GLU's width is a multiple of 64 and of COLUMNS, its RUN 0, a multiple of 32, or a power of two up to 16: then no block of
+    32 columns of the result needs more than this program holds, and no column is padding. Its grid has width / COLUMNS programs
+    a slot.
     """
     GLU: tl.constexpr = KIND != "squared_relu"
     HALVES: tl.constexpr = 2 if GLU else 1
-    column_programs = tl.cdiv(width, 128) * (128 // COLUMNS)
+    if GLU:
+        column_programs = width // COLUMNS
+    else:
+        column_programs = tl.cdiv(width, 128) * (128 // COLUMNS)
     columns = width * HALVES
     program = tl.program_id(0)
     c0 = program // 4 % column_programs * COLUMNS
@@ -145,41 +149,34 @@ def activation_backward_mxfp8(
     db = rounded(db, h.dtype.element_ty)
     if PROBS and not WHOLE:  # an infinite s makes NaN of absent columns
         da = tl.where(inside, da, 0.0)
-        db = tl.where(inside, db, 0.0)
-    column = c0 + tl.arange(0, COLUMNS)
-    gate, linear = halves(column, width, RUN)
+    gate, linear = halves(c0 + tl.arange(0, COLUMNS), width, RUN)
     if BIAS:
+        store_column_parts(bias_parts, da, slot, gate, columns)
         if GLU:
-            there = column < width
-            store_column_parts(bias_parts, da, slot, tl.where(there, gate, columns), columns, columns)
-            store_column_parts(bias_parts, db, slot, tl.where(there, linear, columns), columns, columns)
-        else:
-            store_column_parts(bias_parts, da, slot, column, columns, columns)
+            store_column_parts(bias_parts, db, slot, linear, columns)
     if not GLU:
         out = start * width + (r * width + c)
         FLAGS: tl.constexpr = (ROW, COL, False, E5M2, FLOOR, IGNORE_NAN)
         store_tile(da, inside, out, row, row // ROWS % 4, left, before, tiles, c0, rows, width, targets, FLAGS, LAYOUT)
         return
-    KINDS: tl.constexpr = (E5M2, FLOOR, IGNORE_NAN, WHOLE, RUN)
+    KINDS: tl.constexpr = (E5M2, FLOOR, IGNORE_NAN)
     line = start * columns + r * columns
     if ROW:
-        _store_rows(da, db, line, inside, row, left, before, c0, rows, width, row_data, row_scale, KINDS, LAYOUT)
+        _store_rows(da, db, line, r < left, row, before, c0, rows, width, row_data, row_scale, RUN, KINDS, LAYOUT)
     if COL:
-        there = column < width
         block = row // ROWS
-        _store_columns(da, line, inside, gate, there, before, tiles, block, columns, col_data, col_scale, KINDS, LAYOUT)
-        _store_columns(db, line, inside, linear, there, before, tiles, block, columns, col_data, col_scale, KINDS, LAYOUT)
+        _store_columns(da, line, r < left, gate, before, tiles, block, columns, col_data, col_scale, KINDS, LAYOUT)
+        _store_columns(db, line, r < left, linear, before, tiles, block, columns, col_data, col_scale, KINDS, LAYOUT)
 
 
 @triton.jit
 def _store_rows(
-    da, db, line, inside, row, left, before, c0, rows, width, data, scales, KINDS: tl.constexpr, LAYOUT: tl.constexpr
+    da, db, line, inside, row, before, c0, rows, width, data, scales, RUN: tl.constexpr, KINDS: tl.constexpr, LAYOUT: tl.constexpr
 ):  # fmt: skip
     """The rowwise plane of both halves. Runs of 16 and less share a block of 32 columns: 16 of each half."""
     E5M2: tl.constexpr = KINDS[0]
     FLOOR: tl.constexpr = KINDS[1]
     IGNORE_NAN: tl.constexpr = KINDS[2]
-    RUN: tl.constexpr = KINDS[4]
     SHARED: tl.constexpr = 0 < RUN and RUN <= 16
     UNIT: tl.constexpr = 16 if SHARED else 32
     COLUMNS: tl.constexpr = da.shape[1]
@@ -191,28 +188,24 @@ def _store_rows(
         amax_b = amax
     code, inverse = scale(amax, E5M2, FLOOR)
     code_b, inverse_b = scale(amax_b, E5M2, FLOOR)
-    c = c0 + tl.arange(0, COLUMNS)[None, :]
-    gate, linear = halves(c, width, RUN)
+    gate, linear = halves(c0 + tl.arange(0, COLUMNS)[None, :], width, RUN)
     tl.store(data + line + gate, row_codes(da, inverse, E5M2), inside)
     tl.store(data + line + linear, row_codes(db, inverse_b, E5M2), inside)
-    blocks = width // 16  # of a row: 2 width / 32
-    first = c0 + tl.arange(0, BLOCKS)[None, :] * UNIT
-    gate, linear = halves(first, width, RUN)
+    blocks = width // 16  # of a row: W / 32
+    gate, linear = halves(c0 + tl.arange(0, BLOCKS)[None, :] * UNIT, width, RUN)
     tile = before + row // 128
     i = row % 128 + tl.arange(0, ROWS)[:, None]
-    # a block that is not there is sent past the last one, where nothing is stored
-    store_row_scale(scales, code, tile, i, tl.where(first < width, gate // 32, blocks), rows, blocks, LAYOUT)
+    store_row_scale(scales, code, tile, i, gate // 32, rows, blocks, LAYOUT)
     if not SHARED:
-        store_row_scale(scales, code_b, tile, i, tl.where(first < width, linear // 32, blocks), rows, blocks, LAYOUT)
+        store_row_scale(scales, code_b, tile, i, linear // 32, rows, blocks, LAYOUT)
 
 
 @triton.jit
 def _store_columns(
-    value, line, inside, column, there, before, tiles, block, columns, data, scales, KINDS: tl.constexpr, LAYOUT: tl.constexpr
+    value, line, inside, column, before, tiles, block, columns, data, scales, KINDS: tl.constexpr, LAYOUT: tl.constexpr
 ):  # fmt: skip
-    """The columnwise plane of one half, whose columns are ``column`` where ``there``."""
+    """The columnwise plane of one half, whose columns are ``column``."""
     E5M2: tl.constexpr = KINDS[0]
     code, inverse = scale(block_amax(tl.abs(value), 0, KINDS[2]), E5M2, KINDS[1])
     tl.store(data + line + column[None, :], to_fp8(value * inverse[None, :], E5M2), inside)
-    MASKED: tl.constexpr = not KINDS[3]
-    store_col_scale(scales, code.to(tl.uint8), before, tiles, block, column, columns, there, MASKED, LAYOUT)
+    store_col_scale(scales, code.to(tl.uint8), before, tiles, block, column, columns, True, False, LAYOUT)

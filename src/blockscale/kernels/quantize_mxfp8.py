@@ -193,4 +193,4 @@ def zero_col_scale(scale, before, tiles, block, c0, columns, LAYOUT: tl.constexp
     k = c0 + tl.arange(0, COLUMNS)[None, :]
     b = block // 4 * 4 + tl.arange(0, 4)[:, None]
     zero = tl.zeros((4, COLUMNS), tl.uint8)
-    store_col_scale(scale, zero, before, tiles, b, k, columns, (b >= block) & (k < tl.cdiv(columns, 128) * 128), True, LAYOUT)
+    store_col_scale(scale, zero, before, tiles, b, k, columns, b >= block, True, LAYOUT)

@@ -62,13 +62,13 @@ def column_parts(
     value = to_float32(tl.load(x + start * stride + (r * stride + c), (r < left) & (c < columns), 0.0))
     if SCALED:
         value = value * tl.load(factor + start + r, r < left, 0.0)
-    store_column_parts(parts, value, slot, tl.ravel(c), columns, columns)
+    store_column_parts(parts, value, slot, tl.ravel(c), columns)
 
 
 @triton.jit
-def store_column_parts(parts, value, slot, column, columns, limit):
-    """The sums of the columns of ``value``, which are ``column`` (below ``limit``) of ``parts`` (slots, columns)."""
-    tl.store(parts + slot.to(tl.int64) * columns + column, tl.sum(value, 0), column < limit)
+def store_column_parts(parts, value, slot, column, columns):
+    """The sums of the columns of ``value``, which are ``column`` of ``parts`` (slots, columns), those that it has."""
+    tl.store(parts + slot.to(tl.int64) * columns + column, tl.sum(value, 0), column < columns)
 
 
 @triton.jit

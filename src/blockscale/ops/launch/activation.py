@@ -100,7 +100,7 @@ def quantize(
     args = (*_inputs(h, probs, offsets, width), tile_capacity(M, G), *_options(act), *planes)
     flags["WHOLE"] = width % 128 == 0
     candidate = choose(activation_mxfp8, FORWARD_MXFP8, args, flags)
-    start(activation_mxfp8, _slot_programs(M, G, width, candidate), args, flags, candidate)
+    start(activation_mxfp8, _slot_programs(M, G, round_up(width, 128), candidate), args, flags, candidate)
     return tensors
 
 
@@ -133,7 +133,8 @@ def backward_quantize(
         inputs = (dy, dy.stride(0), *_inputs(h, probs, offsets, width))
         args = (*inputs, tile_capacity(M, G), *_options(act), *planes, row_parts, bias_parts)
         candidate = choose(activation_backward_mxfp8, BACKWARD_MXFP8, args, flags)
-        start(activation_backward_mxfp8, _slot_programs(M, G, width, candidate), args, flags, candidate)
+        padded = width if act.is_glu else round_up(width, 128)
+        start(activation_backward_mxfp8, _slot_programs(M, G, padded, candidate), args, flags, candidate)
     ds = None if probs is None else sums.row_sums(row_parts, offsets)
     return tensors, ds, sums.group_sums(bias_parts, offsets, M) if bias else None
 
@@ -188,6 +189,5 @@ def _programs(rows: int, width: int, candidate: Candidate) -> int:
 
 
 def _slot_programs(rows: int, groups: int, width: int, candidate: Candidate) -> int:
-    """Programs of the kernels that quantize: slots of 32 rows, four at a time, and whole tiles of 128 columns."""
-    slots = round_up(ceil_div(rows, 32) + groups, 4)
-    return slots * (round_up(width, 128) // candidate.constants["COLUMNS"])
+    """Programs of the kernels that quantize: slots of 32 rows, four at a time."""
+    return round_up(ceil_div(rows, 32) + groups, 4) * (width // candidate.constants["COLUMNS"])
