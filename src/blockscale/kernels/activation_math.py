@@ -1,9 +1,9 @@
 """The activations and their gradients in registers, bit for bit those of ``reference.activations``.
 
-The GPU's ``ex2.approx`` (``tl.exp``), ``tanh.approx`` and ``div.full`` (``/``) give other bits than any CPU, and other bits from one
-architecture to the next, so that none of them is used: exp and tanh are written out as spec'd, one rounding an operation, kernels are
-compiled without contraction to multiply-adds, and quotients are IEEE's. What is multiply-added here has an exact product.
-The bound on the result of an activation or a gradient is therefore zero bits, NaN's payload apart.
+The GPU's ``ex2.approx`` (``tl.exp``), ``tanh.approx`` and ``div.full`` (``/``) give other bits than a CPU, so that none of them is
+used: exp and tanh are written out as in the reference, one rounding an operation, kernels are compiled without contraction to
+multiply-adds, quotients are IEEE's. What is multiply-added here has an exact product. So results differ by no bit (but for what
+a NaN carries).
 
 Legend: a gate half, b linear half, s probability of the row, p upstream gradient, S sigmoid. KIND: the activation's ``kind``; its
 options are ``first``, ``second``, ``third`` (limit, alpha, offset; beta1, beta2). Coefficients: Cephes (expf, tanhf).
@@ -163,9 +163,9 @@ def backward(p, a, b, s, first, second, third, KIND: tl.constexpr, PROBS: tl.con
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
     """x as float32, rounded to DTYPE."""
-    if DTYPE == tl.bfloat16:
+    if DTYPE.is_bf16():
         return round_bf16(x)
-    elif DTYPE == tl.float16:
+    elif DTYPE.is_fp16():
         return x.to(tl.float16).to(tl.float32)
     else:
         return x
@@ -174,7 +174,7 @@ def rounded(x, DTYPE: tl.constexpr):
 @triton.jit
 def narrowed(x, DTYPE: tl.constexpr):
     """x in DTYPE. (The interpreter does not round to bfloat16 as the GPU does, so that there the bits are moved.)"""
-    if INTERPRETED and DTYPE == tl.bfloat16:
+    if INTERPRETED and DTYPE.is_bf16():
         bits = round_bf16(x).to(tl.int32, bitcast=True) >> 16
         return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:

@@ -177,7 +177,7 @@ def _store_rows(
     E5M2: tl.constexpr = KINDS[0]
     FLOOR: tl.constexpr = KINDS[1]
     IGNORE_NAN: tl.constexpr = KINDS[2]
-    SHARED: tl.constexpr = 0 < RUN and RUN <= 16
+    SHARED: tl.constexpr = RUN > 0 and RUN <= 16
     UNIT: tl.constexpr = 16 if SHARED else 32
     COLUMNS: tl.constexpr = da.shape[1]
     BLOCKS: tl.constexpr = COLUMNS // UNIT

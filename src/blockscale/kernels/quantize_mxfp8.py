@@ -50,7 +50,9 @@ def quantize_mxfp8(
     if GROUPED:
         _, first, left, before, tiles, row, dead_tile, live = find_rows(slot, offsets, groups, rows, ROWS, CHUNKS)
         targets = (row_data, row_scale, col_data, col_scale)
-        zero_outside(slot, row, left, before, tiles, dead_tile, live, c0, rows, columns, num_tiles, targets, ROW, COL, LAYOUT, COLUMNS)
+        zero_outside(
+            slot, row, left, before, tiles, dead_tile, live, c0, rows, columns, num_tiles, targets, ROW, COL, LAYOUT, COLUMNS
+        )
         if left <= 0:
             return
         part = row // ROWS % 4

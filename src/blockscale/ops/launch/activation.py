@@ -15,12 +15,12 @@ from blockscale.formats import MXFP8, Format
 from blockscale.kernels.activation import activation_backward, activation_forward
 from blockscale.kernels.activation_mxfp8 import activation_backward_mxfp8, activation_mxfp8
 from blockscale.layouts import ceil_div, round_up, tile_capacity
+from blockscale.ops.joined import TERMS
 from blockscale.ops.launch import sums
 from blockscale.ops.launch.quantize import chunks, empty_planes
 from blockscale.ops.launch.start import Candidate, choose, start
 
-#: columns of a partial sum of ds: the same in both gradient kernels, so that both give the same ds
-TERMS = 64
+# the columns of a partial sum of ds are the same in both gradient kernels, so that both give the same ds
 FORWARD = (Candidate({"ROWS": 32, "COLUMNS": 64}, 2), Candidate({"ROWS": 32, "COLUMNS": 64}, 4))
 BACKWARD = (Candidate({"ROWS": 32, "COLUMNS": TERMS}, 2), Candidate({"ROWS": 32, "COLUMNS": TERMS}, 4))
 FORWARD_MXFP8 = tuple(Candidate({"COLUMNS": 128}, 2, limit) for limit in (96, 112, 128, 160)) + (Candidate({"COLUMNS": 128}, 4),)
@@ -42,12 +42,6 @@ def against_joining(act: Activation, fmt: Format, interleave: int | None, width:
     if interleave is not None and interleave % 32 and 16 % interleave:
         return f"interleave={interleave} cuts blocks of 32 columns; None, a multiple of 32, 1, 2, 4, 8 and 16 do not"
     return None
-
-
-def sums_bytes(rows: int, width: int, columns: int, groups: int, probs: bool, bias: bool) -> int:
-    """Bytes of workspace of a gradient: the partial sums of ds, if there are probabilities, and of the bias gradient."""
-    slots = ceil_div(rows, sums.HEIGHT) + groups
-    return 4 * (rows * ceil_div(width, TERMS) * probs + slots * columns * bias)
 
 
 def forward(h: Tensor, act: Activation, probs: Tensor | None, interleave: int | None, offsets: Tensor | None) -> Tensor:

@@ -7,14 +7,13 @@ from torch import Tensor
 
 from blockscale.kernels import sums
 from blockscale.layouts import ceil_div
+from blockscale.ops.joined import HEIGHT
 from blockscale.ops.launch.quantize import chunks
 from blockscale.ops.launch.start import Candidate, start
 
 ROW_SUMS = Candidate({"LANES": 32, "HEIGHT": 64}, 4)
 COLUMN_PARTS = Candidate({"COLUMNS": 128}, 2)
 GROUP_SUMS = Candidate({"LANES": 32, "COLUMNS": 32}, 4)
-#: rows of a partial sum over rows
-HEIGHT = 32
 
 
 def column_parts(x: Tensor, rows: int, groups: int, columns: int) -> Tensor:
