@@ -52,26 +52,13 @@ def quantize_mxfp8(
         if program == 0:
             check_offsets(status, 1, offsets, groups, rows)
         _, first, left, before, tiles, row, dead_tile, live = find_rows(slot, offsets, groups, rows, ROWS, CHUNKS)
-        j = c0 // 32 + tl.arange(0, COLUMNS // 32)
-        if dead_tile + slot < num_tiles:  # this program's share of the tiles of scales past the live ones
-            tile = dead_tile + slot
-            if ROW:
-                zero_row_scale(row_scale, tile, 0, j, tl.cdiv(columns, 32), LAYOUT)
-            if COL:
-                _zero_col_scale(col_scale, tile, 1, 0, c0, columns, LAYOUT, COLUMNS)
-        if live + slot * ROWS < rows:  # and of the rows
-            if ROW:
-                zero_rows(row_data, live + slot * ROWS, rows, c0, columns, ROWS, COLUMNS)
-            if COL:
-                zero_rows(col_data, live + slot * ROWS, rows, c0, columns, ROWS, COLUMNS)
+        targets = (row_data, row_scale, col_data, col_scale)
+        zero_outside(
+            slot, row, left, before, tiles, dead_tile, live, c0, rows, columns, num_tiles, targets, ROW, COL, LAYOUT, COLUMNS
+        )
         if left <= 0:
             return
         part = row // ROWS % 4
-        if (left <= ROWS) & (part < 3):  # the rest of the group's last tile
-            if ROW:
-                zero_row_scale(row_scale, before + row // 128, (part + 1) * ROWS, j, tl.cdiv(columns, 32), LAYOUT)
-            if COL:
-                _zero_col_scale(col_scale, before, tiles, row // ROWS + 1, c0, columns, LAYOUT, COLUMNS)
         first = first.to(tl.int64)
     else:
         part = program % 4
@@ -85,16 +72,39 @@ def quantize_mxfp8(
     inside = (r < left) & (c0 + c < columns)
     value = to_float32(tl.load(x + first * stride + c0 + (r * stride + c), inside, 0.0, eviction_policy="evict_last"))
     out = first * columns + c0 + (r * columns + c)
+    targets = (row_data, row_scale, col_data, col_scale)
+    FLAGS: tl.constexpr = (ROW, COL, SQUARE, E5M2, FLOOR, IGNORE_NAN)
+    store_tile(value, inside, out, row, part, left, before, tiles, c0, rows, columns, targets, FLAGS, LAYOUT)
+
+
+@triton.jit
+def store_tile(
+    value, inside, out, row, part, left, before, tiles, c0, rows, columns, targets, FLAGS: tl.constexpr, LAYOUT: tl.constexpr
+):  # fmt: skip
+    """Quantize ROWS rows of a group from ``row`` on and columns c0.. of a tensor, and store data and scales.
+
+    Args:
+        value: float32, zero where not ``inside``. out: places of the data. part: row // ROWS % 4.
+        left: rows left in the group; before, tiles: as ``find_rows`` says. targets: as of ``zero_outside``.
+        FLAGS: ROW, COL, SQUARE, E5M2, FLOOR, IGNORE_NAN of the kernel.
+    """
+    ROW: tl.constexpr = FLAGS[0]
+    COL: tl.constexpr = FLAGS[1]
+    SQUARE: tl.constexpr = FLAGS[2]
+    E5M2: tl.constexpr = FLAGS[3]
+    FLOOR: tl.constexpr = FLAGS[4]
+    IGNORE_NAN: tl.constexpr = FLAGS[5]
+    COLUMNS: tl.constexpr = value.shape[1]
+    row_data, row_scale, col_data, col_scale = targets
+    r = tl.arange(0, ROWS)[:, None]
     magnitude = tl.abs(value)
-    value_b = tl.reshape(value, (ROWS, COLUMNS // 32, 32))
     if ROW or SQUARE:
         amax = block_amax(tl.reshape(magnitude, (ROWS, COLUMNS // 32, 32)), 2, IGNORE_NAN)
         if SQUARE:
             amax = tl.broadcast_to(block_amax(amax, 0, False)[None, :], (ROWS, COLUMNS // 32))
-        code, inverse = _scale(amax, E5M2, FLOOR)
+        code, inverse = scale(amax, E5M2, FLOOR)
     if ROW:
-        q = tl.reshape(to_fp8(value_b * inverse[:, :, None], E5M2), (ROWS, COLUMNS))
-        tl.store(row_data + out, q, inside)
+        tl.store(row_data + out, row_codes(value, inverse, E5M2), inside)
         shown = code
         if SQUARE:  # its scale stands for absent rows too, whose places hold zero
             shown = tl.where(r < left, code, 0)
@@ -104,9 +114,9 @@ def quantize_mxfp8(
         if SQUARE:
             column_code = tl.reshape(tl.broadcast_to(tl.max(code, 0)[:, None], (COLUMNS // 32, 32)), (COLUMNS,))
             column_code = tl.where(c0 + tl.arange(0, COLUMNS) < columns, column_code, 0)
-            q = tl.reshape(to_fp8(value_b * inverse[:, :, None], E5M2), (ROWS, COLUMNS))
+            q = row_codes(value, inverse, E5M2)
         else:
-            column_code, inverse = _scale(block_amax(magnitude, 0, IGNORE_NAN), E5M2, FLOOR)
+            column_code, inverse = scale(block_amax(magnitude, 0, IGNORE_NAN), E5M2, FLOOR)
             q = to_fp8(value * inverse[None, :], E5M2)
         tl.store(col_data + out, q, inside)
         k = c0 + tl.arange(0, COLUMNS)
@@ -114,11 +124,49 @@ def quantize_mxfp8(
         if LAYOUT == "swizzled_8x4":
             kept = k < tl.cdiv(columns, 8) * 8
         MASKED: tl.constexpr = LAYOUT == "linear" or LAYOUT == "swizzled_8x4"
-        _store_col_scale(col_scale, column_code.to(tl.uint8), before, tiles, row // ROWS, k, columns, kept, MASKED, LAYOUT)
+        store_col_scale(col_scale, column_code.to(tl.uint8), before, tiles, row // ROWS, k, columns, kept, MASKED, LAYOUT)
 
 
 @triton.jit
-def _scale(amax, E5M2: tl.constexpr, FLOOR: tl.constexpr):
+def row_codes(value, inverse, E5M2: tl.constexpr):
+    """Codes of ``value`` (rows, columns) times ``inverse`` (rows, blocks)."""
+    blocks = tl.reshape(value, (inverse.shape[0], inverse.shape[1], value.shape[1] // inverse.shape[1]))
+    return tl.reshape(to_fp8(blocks * inverse[:, :, None], E5M2), value.shape)
+
+
+@triton.jit
+def zero_outside(
+    slot, row, left, before, tiles, dead_tile, live, c0, rows, columns, num_tiles, targets,
+    ROW: tl.constexpr, COL: tl.constexpr, LAYOUT: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """What a slot of a grouped tensor zeroes of columns c0..c0 + COLUMNS: its share of the tiles and rows past the live ones,
+    and, where its group ends, the rest of the group's last tile. Arguments: of and by ``find_rows``, and of the kernel;
+    ``targets``: data and scales of the rowwise plane, then of the columnwise one.
+    """
+    row_data, row_scale, col_data, col_scale = targets
+    j = c0 // 32 + tl.arange(0, COLUMNS // 32)
+    if dead_tile + slot < num_tiles:
+        tile = dead_tile + slot
+        if ROW:
+            zero_row_scale(row_scale, tile, 0, j, tl.cdiv(columns, 32), LAYOUT)
+        if COL:
+            zero_col_scale(col_scale, tile, 1, 0, c0, columns, LAYOUT, COLUMNS)
+    if live + slot * ROWS < rows:
+        if ROW:
+            zero_rows(row_data, live + slot * ROWS, rows, c0, columns, ROWS, COLUMNS)
+        if COL:
+            zero_rows(col_data, live + slot * ROWS, rows, c0, columns, ROWS, COLUMNS)
+    part = row // ROWS % 4
+    if (left > 0) & (left <= ROWS) & (part < 3):
+        if ROW:
+            zero_row_scale(row_scale, before + row // 128, (part + 1) * ROWS, j, tl.cdiv(columns, 32), LAYOUT)
+        if COL:
+            zero_col_scale(col_scale, before, tiles, row // ROWS + 1, c0, columns, LAYOUT, COLUMNS)
+
+
+@triton.jit
+def scale(amax, E5M2: tl.constexpr, FLOOR: tl.constexpr):
+    """(E8M0 code, 2^(127 - code)) of blocks from their amaxes, see ``casts.e8m0``."""
     if E5M2:
         return e8m0(amax, 15, 0x1FFFFF, 0x07E00001, FLOOR)
     else:
@@ -126,7 +174,7 @@ def _scale(amax, E5M2: tl.constexpr, FLOOR: tl.constexpr):
 
 
 @triton.jit
-def _store_col_scale(scale, code, before, tiles, block, k, columns, kept, MASKED: tl.constexpr, LAYOUT: tl.constexpr):
+def store_col_scale(scale, code, before, tiles, block, k, columns, kept, MASKED: tl.constexpr, LAYOUT: tl.constexpr):
     """Store the scales of columns ``k`` and blocks of 32 rows; ``tiles`` and ``block`` are the group's."""
     k_tiles = tl.cdiv(columns, 128)
     if LAYOUT == "compact":
@@ -145,9 +193,9 @@ def _store_col_scale(scale, code, before, tiles, block, k, columns, kept, MASKED
 
 
 @triton.jit
-def _zero_col_scale(scale, before, tiles, block, c0, columns, LAYOUT: tl.constexpr, COLUMNS: tl.constexpr):
+def zero_col_scale(scale, before, tiles, block, c0, columns, LAYOUT: tl.constexpr, COLUMNS: tl.constexpr):
     """Zero the scales of the blocks from ``block`` to the end of its tile."""
     k = c0 + tl.arange(0, COLUMNS)[None, :]
     b = block // 4 * 4 + tl.arange(0, 4)[:, None]
     zero = tl.zeros((4, COLUMNS), tl.uint8)
-    _store_col_scale(scale, zero, before, tiles, b, k, columns, b >= block, True, LAYOUT)
+    store_col_scale(scale, zero, before, tiles, b, k, columns, b >= block, True, LAYOUT)

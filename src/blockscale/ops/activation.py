@@ -62,6 +62,13 @@ def check_activation(h: Tensor, probs: Tensor | None, offsets: Tensor | None, in
         checks.same_device(h=h, offsets=checks.offsets(offsets))
 
 
+def check_gradient(dy: Tensor, h: Tensor, act: Activation, interleave: int | None) -> None:
+    """The upstream gradient has the shape and the dtype of the result."""
+    expected = (h.shape[0], act.out_width(h.shape[1], interleave))
+    if dy.shape != expected or dy.dtype != h.dtype:
+        raise ValueError(f"dy is {tuple(dy.shape)} {dy.dtype}; it must be {expected} {h.dtype}, like the result")
+
+
 def run_forward(h: Tensor, probs: Tensor | None, offsets: Tensor | None, act: str, interleave: int) -> Tensor:
     """The implementation of the operator ``activation``."""
     if offsets is not None:
@@ -77,12 +84,10 @@ def run_backward(
     dy: Tensor, h: Tensor, probs: Tensor | None, offsets: Tensor | None, act: str, interleave: int
 ) -> tuple[Tensor, Tensor]:
     """The implementation of the operator ``activation_backward``."""
-    parsed, runs, rows = parse(act), interleave or None, h.shape[0]
-    expected = (rows, parsed.out_width(h.shape[1], runs))
-    if dy.shape != expected or dy.dtype != h.dtype:
-        raise ValueError(f"dy is {tuple(dy.shape)} {dy.dtype}; it must be {expected} {h.dtype}, like the result")
+    parsed, runs = parse(act), interleave or None
+    check_gradient(dy, h, parsed, runs)
     if offsets is not None:
-        checks.offset_values(offsets, rows)
+        checks.offset_values(offsets, h.shape[0])
     dh, ds = backend.activation_backward(dy, h, parsed, probs, runs, offsets)
     return dh, h.new_empty(0, dtype=torch.float32) if ds is None else ds
 

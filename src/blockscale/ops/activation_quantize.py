@@ -1,6 +1,7 @@
 """Activation and its gradient joined with quantization: ``activation_quantize`` and ``activation_backward_quantize``.
 
-The same bits as the two steps apart: the activation (its gradient) is rounded to h's dtype, then quantized.
+The same bits as the two steps apart: the activation (its gradient) is rounded to h's dtype, then quantized. On a GPU both are one
+pass over memory where there is a kernel for it; :func:`blockscale.explain` says whether, and else why not.
 
 Legend: M rows (capacity), W columns of the pre-activation, I = W/2 for a GLU, else W.
 """
@@ -13,8 +14,8 @@ from torch import Tensor
 from blockscale.activations import Activation, parse
 from blockscale.formats import Format
 from blockscale.formats import parse as parse_format
-from blockscale.ops import backend, checks, registry
-from blockscale.ops.activation import check_activation, run_backward, run_forward
+from blockscale.ops import checks, joined, registry
+from blockscale.ops.activation import check_activation, check_gradient
 from blockscale.ops.quantize import check_options, check_rng, fake_grouped
 from blockscale.tensors import GroupedTensor, planes_from_list
 
@@ -70,27 +71,32 @@ def activation_backward_quantize(
     columnwise: bool = True,
     layout: str = "compact",
     rng: Tensor | None = None,
-) -> tuple[GroupedTensor, Tensor | None, Tensor]:
+    bias: bool = True,
+) -> tuple[GroupedTensor, Tensor | None, Tensor | None]:
     """The gradient of the pre-activation, quantized, with the gradients of probs and of the first bias.
 
     Args:
-        dy: (M, I) upstream gradient in h's dtype. Other arguments as :func:`activation_quantize`.
+        dy: (M, I) upstream gradient in h's dtype.
+        bias: whether the gradient of the bias is wanted; it costs a few per cent of the time.
+        Other arguments as :func:`activation_quantize`.
 
     Returns:
-        (dh quantized (M, W), ds float32 (M,) or None without probs, dbias float32 (G, W)); dbias sums the rounded dh.
+        (dh quantized (M, W), ds float32 (M,) or None without probs, dbias float32 (G, W) or None if it is not wanted); dbias sums
+        the rounded dh. Both sums are float32, added in an order that is fixed on each backend.
     """
     parsed = parse(act)
     check_activation(h, probs, checks.offsets(offsets), interleave)
     checks.same_device(h=h, dy=checks.dtype("dy", dy, (h.dtype,)))
     checks.shape("dy", dy, (h.shape[0], parsed.out_width(h.shape[1], interleave)), "the shape of the activation")
     check_options(fmt, rowwise, columnwise, layout, ("compact", "swizzled"))
+    checks.flag("bias", bias)
     rng = check_rng(rng, None, fmt, h)
     *tensors, ds, dbias = torch.ops.blockscale.activation_backward_quantize(
-        dy, h, offsets, probs, parsed.spec(), interleave or 0, fmt.spec(), rowwise, columnwise, layout, rng
+        dy, h, offsets, probs, parsed.spec(), interleave or 0, fmt.spec(), rowwise, columnwise, layout, rng, bias
     )
     row, column = planes_from_list(tensors, fmt, rowwise, columnwise, layout)
     quantized = GroupedTensor((h.shape[0], h.shape[1]), fmt, row, column, offsets)
-    return quantized, None if probs is None else ds, dbias
+    return quantized, None if probs is None else ds, dbias if bias else None
 
 
 def _forward(
@@ -106,8 +112,8 @@ def _forward(
     rng: Tensor | None,
 ) -> list[Tensor]:
     checks.offset_values(offsets, h.shape[0])
-    y = run_forward(h, probs, offsets, act, interleave)
-    return backend.quantize(y, offsets, parse_format(fmt), rowwise, columnwise, layout, None, rng)
+    planes = (rowwise, columnwise)
+    return joined.forward(h, offsets, parse(act), parse_format(fmt), probs, interleave or None, planes, layout, rng)
 
 
 def _forward_fake(
@@ -139,11 +145,15 @@ def _backward(
     columnwise: bool,
     layout: str,
     rng: Tensor | None,
+    bias: bool = True,
 ) -> list[Tensor]:
     checks.offset_values(offsets, h.shape[0])
-    dh, ds = run_backward(dy, h, probs, offsets, act, interleave)
-    planes = backend.quantize(dh, offsets, parse_format(fmt), rowwise, columnwise, layout, None, rng)
-    return [*planes, ds, backend.bias_grad(dh, offsets)]
+    parsed, runs = parse(act), interleave or None
+    check_gradient(dy, h, parsed, runs)
+    planes = (rowwise, columnwise)
+    tensors, ds, dbias = joined.backward(dy, h, offsets, parsed, parse_format(fmt), probs, runs, planes, layout, rng, bias)
+    empty = h.new_empty(0, dtype=torch.float32)
+    return [*tensors, empty if ds is None else ds, empty.clone() if dbias is None else dbias]
 
 
 def _backward_fake(
@@ -158,16 +168,17 @@ def _backward_fake(
     columnwise: bool,
     layout: str,
     rng: Tensor | None,
+    bias: bool = True,
 ) -> list[Tensor]:
     groups = offsets.shape[0] - 1
     planes = fake_grouped(h, h.shape[0], h.shape[1], groups, parse_format(fmt), rowwise, columnwise, layout)
     ds = h.new_empty(0 if probs is None else h.shape[0], dtype=torch.float32)
-    return [*planes, ds, h.new_empty((groups, h.shape[1]), dtype=torch.float32)]
+    return [*planes, ds, h.new_empty((groups, h.shape[1]) if bias else 0, dtype=torch.float32)]
 
 
 _TAIL = (
     "Tensor h, Tensor offsets, Tensor? probs, str act, int interleave, str fmt, bool rowwise, bool columnwise,"
-    " str layout, Tensor? rng) -> Tensor[]"
+    " str layout, Tensor? rng"
 )
-registry.define(f"activation_quantize({_TAIL}", _forward, _forward_fake)
-registry.define(f"activation_backward_quantize(Tensor dy, {_TAIL}", _backward, _backward_fake)
+registry.define(f"activation_quantize({_TAIL}) -> Tensor[]", _forward, _forward_fake)
+registry.define(f"activation_backward_quantize(Tensor dy, {_TAIL}, bool bias=True) -> Tensor[]", _backward, _backward_fake)

@@ -52,8 +52,18 @@ _CPU = {
     "count": "blockscale.kernels.cpu.count",
 }
 #: what has Triton kernels
-_TRITON = {"quantize": "blockscale.kernels.quantize"}
+_TRITON = {
+    "quantize": "blockscale.kernels.quantize",
+    "activation": "blockscale.kernels.activation",
+    "reduce": "blockscale.kernels.sums",
+    "joined": "blockscale.kernels.activation",  # activation and quantization in one pass
+}
+_MAKES_CODES = ("quantize", "joined")
 _SUMS = "the reference's meaning, sums in an order of its own"
+_ABOUT_TRITON = {
+    "activation": "offsets are read on the device; the bits of the reference, ds summed in an order of its own, always the same",
+    "reduce": f"two launches for all groups, no atomics; offsets are read on the device; {_SUMS}",
+}
 
 _only_reference = False
 
@@ -69,13 +79,16 @@ class Choice:
 
 
 def choose(stage: str, device: torch.device, *formats: Format | None) -> Choice:
-    """The implementation of a kind of stage ("quantize", "gemm", "activation", "reduce", "routing", "count") on ``device``.
+    """The implementation of a kind of stage on ``device``.
 
     Args:
+        stage: "quantize", "gemm", "activation", "joined" (those two in one pass), "reduce", "routing" or "count".
         formats: of what is quantized, or of the operands that are multiplied; None for a high-precision operand.
     """
     if device.type == "cuda":
-        why = _against_triton(stage, device, *formats)
+        why = against_triton(stage, device, *formats)
+        if why is None and stage not in _MAKES_CODES:
+            return Choice("triton", _TRITON[stage], _ABOUT_TRITON[stage], 0)
         if why is None:
             names = ", ".join(dict.fromkeys(f"{_TRITON[stage]}_{f.kind}" for f in formats if f is not None))
             how = "; ".join(dict.fromkeys(triton_quantize().about(f) for f in formats if f is not None))
@@ -112,16 +125,18 @@ def _covered(fmt: Format) -> bool:
     return all(cpu_quantize.covers(fmt.stored(plane)) for plane in PLANES)
 
 
-def _against_triton(stage: str, device: torch.device, *formats: Format | None) -> str | None:
+def against_triton(stage: str, device: torch.device, *formats: Format | None) -> str | None:
     """Why no Triton kernel runs on a CUDA device; None: one does."""
     plain = "plain torch on the device"
     if stage not in _TRITON:
         why = f"{plain}, because there is no kernel of this stage yet"
-        return why + ("; reads the offsets on the host, so it syncs and cannot be captured" if stage in ("gemm", "reduce") else "")
+        return why + ("; reads the offsets on the host, so it syncs and cannot be captured" if stage == "gemm" else "")
     if _only_reference:
         return "asked for by a test"
     if triton_quantize() is None:
         return f"{plain}, because triton cannot be imported"
+    if stage not in _MAKES_CODES:
+        return None
     if not torch.cuda.is_available() or torch.cuda.get_device_capability(device) < (8, 9):
         return f"{plain}, because the device converts nothing to FP8 (compute capability 8.9 and newer do)"
     for fmt in formats:
@@ -133,8 +148,14 @@ def _against_triton(stage: str, device: torch.device, *formats: Format | None) -
 @lru_cache(maxsize=1)
 def triton_quantize() -> Any:
     """``ops.launch.quantize``, or None where triton is not installed. Imported late: a CPU user waits for no compiler."""
+    return triton_launch("quantize")
+
+
+@lru_cache(maxsize=8)
+def triton_launch(name: str) -> Any:
+    """A module of ``ops.launch``, or None where triton is not installed."""
     try:
-        return import_module("blockscale.ops.launch.quantize")
+        return import_module(f"blockscale.ops.launch.{name}")
     except ImportError:
         return None
 
@@ -212,7 +233,7 @@ def quantize(
 def _quantize_kernels(x: Tensor, fmt: Format) -> Any:
     """The module whose ``quantize`` runs for a tensor; None: the reference."""
     if x.device.type == "cuda":
-        return triton_quantize() if _against_triton("quantize", x.device, fmt) is None else None
+        return triton_quantize() if against_triton("quantize", x.device, fmt) is None else None
     return cpu_quantize if fast("quantize", x.device, fmt) else None
 
 
@@ -289,6 +310,8 @@ def wgrad(dy: GroupedTensor | Tensor, x: GroupedTensor | Tensor, offsets: Tensor
 
 def bias_grad(dy: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
     """float32 (G, N): sum of each group's rows, times ``scale`` (capacity,) when given."""
+    if _on_triton("reduce", dy.device):
+        return triton_launch("sums").bias_grad(dy, offsets, scale)
     if fast("reduce", dy.device):
         return cpu_reduce.bias_grad(dy, offsets, scale)
     return reference_gemm.bias_grad(dy, offsets, scale)
@@ -303,6 +326,8 @@ def row_dot(dy: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
 
 def activation_forward(h: Tensor, act: Activation, probs: Tensor | None, interleave: int | None, offsets: Tensor | None) -> Tensor:
     """act(h) * probs in h's dtype; rows from ``offsets[-1]`` on are zero, whatever they hold."""
+    if _on_triton("activation", h.device):
+        return triton_launch("activation").forward(h, act, probs, interleave, offsets)
     if fast("activation", h.device):
         return cpu_activation.forward(h, act, probs, interleave, _live_rows(offsets, h.shape[0]))
     return reference_activations.activation_forward(h, act, probs, interleave, _live_mask(offsets, h))
@@ -312,9 +337,15 @@ def activation_backward(
     dy: Tensor, h: Tensor, act: Activation, probs: Tensor | None, interleave: int | None, offsets: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """(dh in h's dtype, ds float32 (rows,) or None without probs); dead rows as in :func:`activation_forward`."""
+    if _on_triton("activation", h.device):
+        return triton_launch("activation").backward(dy, h, act, probs, interleave, offsets)
     if fast("activation", h.device):
         return cpu_activation.backward(dy, h, act, probs, interleave, _live_rows(offsets, h.shape[0]))
     return reference_activations.activation_backward(dy, h, act, probs, interleave, _live_mask(offsets, h))
+
+
+def _on_triton(stage: str, device: torch.device) -> bool:
+    return device.type == "cuda" and against_triton(stage, device) is None
 
 
 def _live_rows(offsets: Tensor | None, rows: int) -> int:

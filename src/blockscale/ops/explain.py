@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from blockscale.ops.backend import Choice, choose
 from blockscale.ops.quantize import fake_grouped
 from blockscale.ops.registry import NAMESPACE
 from blockscale.ops.stages import LAYOUT
-from blockscale.ops.steps import outputs, steps
+from blockscale.ops.steps import Step, outputs, steps
 from blockscale.recipes import parse_recipe
 
 
@@ -146,6 +146,13 @@ def _storage(t: Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
+def _stage(direction: str, step: Step, device: torch.device) -> Stage:
+    choice = choose(step.kind, device, *step.formats)
+    if choice.backend == "triton":
+        choice = replace(choice, workspace_bytes=choice.workspace_bytes + step.workspace)
+    return Stage(direction, step.what, replace(choice, why="; ".join(filter(None, (choice.why, step.note)))))
+
+
 class _Recorder(TorchDispatchMode):
     """Notes the blockscale operators that are called."""
 
@@ -169,8 +176,8 @@ class _Recorder(TorchDispatchMode):
             self.keep += made
             self._note_cached(name, values)
             forward, backward = steps(name, values)
-            self.forward += [Stage("forward", s.what, choose(s.kind, device, *s.formats)) for s in forward]
-            self.backward = [Stage("backward", s.what, choose(s.kind, device, *s.formats)) for s in backward] + self.backward
+            self.forward += [_stage("forward", s, device) for s in forward]
+            self.backward = [_stage("backward", s, device) for s in backward] + self.backward
         return result
 
     def _note_cached(self, name: str, values: dict[str, Any]) -> None:

@@ -6,8 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
+from blockscale.activations import parse as parse_activation
 from blockscale.formats import Format, FP8Delayed, parse
 from blockscale.layouts import PLANES
+from blockscale.ops.joined import against_joining, sums_bytes, workspace_bytes
 from blockscale.ops.operands import kept_planes
 from blockscale.recipes import Recipe, parse_recipe
 
@@ -16,11 +20,16 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Step:
-    """One step: its kind (as ``backend.choose`` takes it), what it does, and the formats that it writes or reads."""
+    """One step: its kind (as ``backend.choose`` takes it), what it does, and the formats that it writes or reads.
+
+    ``workspace``: bytes that a Triton kernel takes beyond results. ``note``: what else is to be said of the choice.
+    """
 
     kind: str
     what: str
     formats: tuple[Format, ...] = ()
+    workspace: int = 0
+    note: str = ""
 
 
 Steps = list[Step]
@@ -66,11 +75,45 @@ def _plain(name: str, values: Values) -> tuple[Steps, Steps]:
     if kind == "gemm":
         formats = tuple(f.stored("rowwise") for f in formats)  # each is the format of one plane
     what = f"{name} to {parse(values['fmt']).label}" if "fmt" in values else name
+    if kind == "activation" and formats:
+        return _activation_and_format(name, values, formats[0]), []
     differentiable = kind == "routing" or name == "activation"
-    if kind == "activation" and formats:  # joined with quantization
-        planes = tuple(p for p in PLANES if values[p])
-        return [Step(kind, name), *_to(formats[0], "the result", planes)], []
-    return [Step(kind, what, formats)], [Step(kind, f"{name} backward")] if differentiable else []
+    workspace = _ds_bytes(values, *values["h"].shape) if kind == "activation" else 0
+    if name == "activation_backward":
+        return [Step(kind, name, workspace=workspace)], []
+    return [Step(kind, what, formats)], [Step(kind, f"{name} backward", workspace=workspace)] if differentiable else []
+
+
+def _ds_bytes(values: Values, rows: int, columns: int) -> int:
+    """Workspace of an activation's gradient for that of the probabilities; ``columns``: of the pre-activation."""
+    width = parse_activation(values["act"]).out_width(columns, values["interleave"] or None)
+    return sums_bytes(rows, width, 0, 0, values["probs"] is not None, False)
+
+
+def _bias_step(what: str, x: Tensor, w: Tensor) -> Step:
+    """The gradient of the bias of a linear of weights (G, N, K)."""
+    return Step("reduce", what, workspace=sums_bytes(x.shape[0], 0, w.shape[1], w.shape[0], False, True))
+
+
+def _activation_and_format(name: str, values: Values, fmt: Format) -> Steps:
+    """An activation (or its gradient) joined with quantization, where one kernel does both."""
+    act, h, planes = parse_activation(values["act"]), values["h"], (values["rowwise"], values["columnwise"])
+    runs, probs = values["interleave"] or None, values["probs"] is not None
+    bias = bool(values.get("bias", True)) if "dy" in values else None
+    why = against_joining(h.device, act, fmt, planes, runs, act.out_width(h.shape[1], runs), bias is not None)
+    need = workspace_bytes(h, values["offsets"].shape[0] - 1, act, fmt, planes, runs, probs, bias)
+    both = "both planes" if all(planes) else PLANES[planes.index(True)]
+    if why is None:
+        own = fmt.stored(PLANES[planes.index(True)])
+        sums = [text for text, there in (("ds", probs and bias is not None), ("dbias", bool(bias))) if there]
+        note = (
+            f"partial sums of {' and '.join(sums)} in the workspace, then a launch for each to add them, no atomics" if sums else ""
+        )
+        return [Step("joined", f"{name} to {own.label}, {both}", (own,), need, note)]
+    note = f"not joined with the quantizer: {why}" if h.device.type == "cuda" else ""
+    asked = tuple(p for p in PLANES if values[p])
+    sum_step = [Step("reduce", "dbias")] if bias else []
+    return [Step("activation", name, (), need, note), *_to(fmt, "the result", asked), *sum_step]
 
 
 def _to(fmt: Format | None, what: str, planes: tuple[str, ...], note: str = "") -> Steps:
@@ -137,7 +180,7 @@ def _linear(values: Values) -> tuple[Steps, Steps]:
     one = _Layer(r, "x", "weight", "dy", values["cache"] is not None, values["queue"] is not None)
     forward = [*one.input(kept_planes(r, values["save_input"])), *one.weight(), *one.gemm("y = x W^T", "forward")]
     backward = [*one.gradient(), *one.weight_again(), *one.gemm("dx = dy W", "dgrad"), *one.gemm("dW = dy^T x", "wgrad")]
-    return forward, backward + ([Step("reduce", "dbias")] if values["bias"] is not None else [])
+    return forward, backward + ([_bias_step("dbias", values["x"], values["weight"])] if values["bias"] is not None else [])
 
 
 def _mlp(values: Values) -> tuple[Steps, Steps]:
@@ -162,11 +205,11 @@ def _mlp(values: Values) -> tuple[Steps, Steps]:
         Step("activation", f"a = {act}(h), again"),
         *two.input_again(),
         *two.gemm("dW2 = dy^T a", "wgrad"),
-        *([Step("reduce", "db2")] if values["b2"] is not None else []),
+        *([_bias_step("db2", values["x"], values["w2"])] if values["b2"] is not None else []),
         *two.weight_again(),
         *two.gemm("da = dy W2", "dgrad"),
-        Step("activation", "dh and dprobs from da and h"),
-        *([Step("reduce", "db1")] if values["b1"] is not None else []),
+        Step("activation", "dh and dprobs from da and h", (), _ds_bytes(values, values["x"].shape[0], values["w1"].shape[1])),
+        *([_bias_step("db1", values["x"], values["w1"])] if values["b1"] is not None else []),
         *one.gradient(),
         *one.gemm("dW1 = dh^T x", "wgrad"),
         *one.weight_again(),
@@ -211,7 +254,7 @@ def _frozen_mlp(values: Values) -> tuple[Steps, Steps]:
         *([replace(activation, what=f"{activation.what}, again")] if second else []),
         *two.gemm("da = dy W2", "dgrad"),
         *second_back,
-        Step("activation", "dh and dprobs from da and h"),
+        Step("activation", "dh and dprobs from da and h", (), _ds_bytes(values, values["x"].shape[0], values["n"][0])),
         *_to(one.r.gradient, "dh", ("rowwise",)),
         *one.gemm("dx = dh W1", "dgrad"),
         *first_back,
