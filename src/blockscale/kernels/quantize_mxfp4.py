@@ -1,6 +1,6 @@
 """Quantize to MXFP4: rowwise, columnwise (stored transposed) or both planes in one pass, plain or grouped.
 
-A program holds a tile of 128 rows of one group (see ``tile``); two neighbouring lanes hold a columnwise block of 32 rows.
+A program holds a tile of 128 rows of one group (see ``tile``); four neighbouring lanes hold a columnwise block of 32 rows.
 Legend: M rows, K columns.
 """
 
@@ -79,7 +79,7 @@ def quantize_mxfp4(
         by_block = tl.reshape(tl.abs(value), (HEIGHT, LANES, GROUPS_OF_32, 32))
         amax = block_amax(by_block, 3, IGNORE_NAN)
         if SQUARE:
-            square = _pairs(block_amax(amax, 0, False), GROUPS_OF_32)
+            square = _fours(block_amax(amax, 0, False), GROUPS_OF_32)
             amax = tl.broadcast_to(square[None, :, :], (HEIGHT, LANES, GROUPS_OF_32))
     seen = _six(value, IGNORE_NAN)
     if ROW:
@@ -101,22 +101,21 @@ def quantize_mxfp4(
         if SQUARE:
             amax_col = tl.reshape(tl.broadcast_to(square[:, :, None], (LANES, GROUPS_OF_32, 32)), (LANES, COLUMNS))
         else:
-            amax_col = _pairs(block_amax(tl.abs(value), 0, IGNORE_NAN), COLUMNS)
+            amax_col = _fours(block_amax(tl.abs(value), 0, IGNORE_NAN), COLUMNS)
         k = c0 + tl.arange(0, COLUMNS)[None, :]
         amax_col = tl.where(k < columns, amax_col, 0.0)
         code, inverse = e8m0(amax_col, 2, 0x3FFFFF, 0x01400001, FLOOR)
-        y = tl.reshape(seen * inverse[None, :, :], (2, 2, 2, 2, LANES, COLUMNS))
-        x0, x1, x2, x3, x4, x5, x6, x7 = split8(tl.permute(y, (0, 4, 5, 1, 2, 3)))
+        y = tl.reshape(seen * inverse[None, :, :], (2, 2, 2, LANES, COLUMNS))
+        x0, x1, x2, x3, x4, x5, x6, x7 = split8(tl.permute(y, (3, 4, 0, 1, 2)))
         word = pack_e2m1(x0, x1, x2, x3, x4, x5, x6, x7)
-        half = tl.arange(0, 2)[:, None, None]
         lane = tl.arange(0, LANES)[:, None]
-        nan = tl.broadcast_to((code == 255)[None, :, :], (2, LANES, COLUMNS))
-        word = tl.where(nan, ALL_SEVEN & present_nibbles(left - lane[None, :, :] * HEIGHT - half * 8), word)
+        word = tl.where(code == 255, ALL_SEVEN & present_nibbles(left - lane * HEIGHT), word)
+        word = tl.reshape(word, (1, LANES, COLUMNS))
         # words of a plain tensor's column: its rows are whole blocks of 32
         store_columns(
             col_data, word, before, tiles, row, c0, tl.cdiv(rows, 32) * 32, columns, GROUPED, True, 8, COLUMNS
         )
-        code = tl.max(tl.reshape(code, (BLOCKS, 2, COLUMNS)), 1)
+        code = tl.max(tl.reshape(code, (BLOCKS, 4, COLUMNS)), 1)
         block = row // 32 + tl.arange(0, BLOCKS)[:, None]
         if GROUPED:
             _store_col_scale(col_scale, code.to(tl.uint8), before, tiles, block, k, columns, LAYOUT)
@@ -125,10 +124,10 @@ def quantize_mxfp4(
 
 
 @triton.jit
-def _pairs(amax, COLUMNS: tl.constexpr):
-    """(8, COLUMNS): the larger of each pair of lanes, in both."""
-    both = block_amax(tl.reshape(amax, (BLOCKS, 2, COLUMNS)), 1, False)
-    return tl.reshape(tl.broadcast_to(both[:, None, :], (BLOCKS, 2, COLUMNS)), (LANES, COLUMNS))
+def _fours(amax, COLUMNS: tl.constexpr):
+    """(16, COLUMNS): the largest of each four lanes, in all of them."""
+    all_four = block_amax(tl.reshape(amax, (BLOCKS, 4, COLUMNS)), 1, False)
+    return tl.reshape(tl.broadcast_to(all_four[:, None, :], (BLOCKS, 4, COLUMNS)), (LANES, COLUMNS))
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """A tile of 128 rows and COLUMNS columns of one group, and the columnwise plane that is stored transposed.
 
-The tile is (16, 8, COLUMNS), row r = 16 * lane + i: a thread holds 16 rows of its columns, so that the codes of a column come
-together in a thread, as words of four bytes and as 16 bytes of one store. Legend: M rows, K columns, k column of the tensor.
+The tile is (8, 16, COLUMNS), row r = 8 * lane + i: a thread holds 8 rows of its columns, so that the codes of a column come
+together in a thread, as words of four bytes. Legend: M rows, K columns, k column of the tensor.
 """
 
 import triton
@@ -11,8 +11,8 @@ from blockscale.kernels.casts import to_float32
 from blockscale.kernels.extent import find_rows
 
 ROWS = tl.constexpr(128)
-HEIGHT = tl.constexpr(16)
-LANES = tl.constexpr(8)
+HEIGHT = tl.constexpr(8)
+LANES = tl.constexpr(16)
 
 
 @triton.jit
@@ -46,13 +46,13 @@ def find_extent(slot, offsets, groups, rows, GROUPED: tl.constexpr, CHUNKS: tl.c
 
 @triton.jit
 def tile_row():
-    """Row of the tile, (16, 8, 1)."""
+    """Row of the tile, (8, 16, 1)."""
     return tl.arange(0, LANES)[None, :, None] * HEIGHT + tl.arange(0, HEIGHT)[:, None, None]
 
 
 @triton.jit
 def load_tile(x, stride, first, left, c0, columns, COLUMNS: tl.constexpr):
-    """float32 (16, 8, COLUMNS) of x from row ``first`` and column ``c0`` on; 0 past ``left`` rows and past the last column."""
+    """float32 (8, 16, COLUMNS) of x from row ``first`` and column ``c0`` on; 0 past ``left`` rows and past the last column."""
     r = tile_row()
     c = tl.arange(0, COLUMNS)[None, None, :]
     inside = (r < left) & (c0 + c < columns)
@@ -61,7 +61,7 @@ def load_tile(x, stride, first, left, c0, columns, COLUMNS: tl.constexpr):
 
 @triton.jit
 def store_rows(data, code, first, left, c0, columns, COLUMNS: tl.constexpr):
-    """Store the codes of the rowwise plane, uint8 (16, 8, COLUMNS)."""
+    """Store the codes of the rowwise plane, uint8 (8, 16, COLUMNS)."""
     r = tile_row()
     c = tl.arange(0, COLUMNS)[None, None, :]
     tl.store(data + first * columns + c0 + (r * columns + c), code, (r < left) & (c0 + c < columns))
@@ -69,8 +69,8 @@ def store_rows(data, code, first, left, c0, columns, COLUMNS: tl.constexpr):
 
 @triton.jit
 def by_fours(value, COLUMNS: tl.constexpr):
-    """(16, 8, COLUMNS) as (4, 8, COLUMNS, 2, 2): row 4 a + 2 b + c of a lane is [a, ..., b, c]."""
-    return tl.permute(tl.reshape(value, (4, 2, 2, LANES, COLUMNS)), (0, 3, 4, 1, 2))
+    """(8, 16, COLUMNS) as (2, 16, COLUMNS, 2, 2): row 4 a + 2 b + c of a lane is [a, ..., b, c]."""
+    return tl.permute(tl.reshape(value, (2, 2, 2, LANES, COLUMNS)), (0, 3, 4, 1, 2))
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def store_columns(
     data, word, before, tiles, row, c0, rows, columns,
     GROUPED: tl.constexpr, WORDS: tl.constexpr, WORD_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Store words of WORD_ROWS rows, int32 (16 / WORD_ROWS, 8, COLUMNS), of a transposed plane.
+    """Store words of WORD_ROWS rows, int32 (8 / WORD_ROWS, 16, COLUMNS), of a transposed plane.
 
     ``data``: int32, or uint8 without WORDS, where a plain tensor's columns are not whole pieces of 16 bytes.
     """

@@ -15,10 +15,11 @@ from blockscale.layouts import ceil_div, round_up
 from blockscale.ops.launch.call import Call, words
 from blockscale.ops.launch.start import Candidate, choose, start
 
-#: of each kernel, the fastest first as reckoned from registers and instructions
-BLOCK = (Candidate({"BAND": 4}, 4), Candidate({"BAND": 4}, 8))
+#: of each kernel, the fastest first as reckoned from registers and instructions. 168 registers: three programs of four warps
+#: share a multiprocessor
+BLOCK = (Candidate({"BAND": 4}, 4, 168), Candidate({"BAND": 4}, 4), Candidate({"BAND": 4}, 8))
 ROWS = (Candidate({"HEIGHT": 32}, 1), Candidate({"HEIGHT": 32}, 4))
-TENSOR = (Candidate({"COLUMNS": 64, "BAND": 4}, 2), Candidate({"COLUMNS": 64, "BAND": 4}, 4))
+TENSOR = tuple(Candidate({"COLUMNS": 64, "BAND": 4}, 2, limit) for limit in (96, 128, None))
 AMAX = (Candidate({"HEIGHT": 32, "COLUMNS": 256}, 4), Candidate({"HEIGHT": 32, "COLUMNS": 128}, 4))
 FOUR = (Candidate({"COLUMNS": 64, "BAND": 4}, 2), Candidate({"COLUMNS": 64, "BAND": 4}, 4))
 
