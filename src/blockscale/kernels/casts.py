@@ -274,6 +274,49 @@ def round_bf16(x):
 
 
 @triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """float32 in another type, to nearest even."""
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        return (round_bf16(x).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def from_fp8(code, E5M2: tl.constexpr):
+    """float32 values of E4M3 or E5M2 codes (uint8)."""
+    if INTERPRETED:
+        wide = code.to(tl.int32)
+        magnitude = wide & 0x7F
+        # as the fields of a float32, subnormals too, whose exponent is off by the difference of the biases
+        if E5M2:
+            value = (magnitude << 21).to(tl.float32, bitcast=True) * 5.192296858534828e33
+            value = tl.where(magnitude >= 0x7C, tl.where(magnitude == 0x7C, float("inf"), float("nan")), value)
+        else:
+            value = (magnitude << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+            value = tl.where(magnitude == 0x7F, float("nan"), value)
+        return tl.where(wide >= 0x80, -value, value)
+    elif E5M2:
+        return code.to(tl.float8e5, bitcast=True).to(tl.float32)
+    else:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def from_e2m1(code):
+    """float32 values of E2M1 codes (int32, 0..15): 2^126 makes up for the difference of the biases."""
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def from_e8m0(code):
+    """float32 values of E8M0 codes (int32)."""
+    bits = tl.where(code == 0, 0x400000, code << 23)
+    return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def pack_codes(c0, c1, c2, c3, c4, c5, c6, c7):
     """int32 of eight 4-bit codes (int32), c0 in the lowest bits."""
     low = c0 | (c1 << 4) | (c2 << 8) | (c3 << 12)
