@@ -9,6 +9,7 @@ from blockscale import activations, formats, layouts, recipes
 from blockscale.formats import MXFP4, MXFP8, NVFP4, FP8Block, FP8Delayed, FP8Tensor, Hybrid
 from blockscale.layouts import offsets_from_sizes
 from blockscale.ops.activation import activation
+from blockscale.ops import dequantize as _dequantize  # noqa: F401  (an operator)
 from blockscale.ops.activation_quantize import activation_backward_quantize, activation_quantize
 from blockscale.ops.explain import Explanation, explain
 from blockscale.ops.frozen_linear import frozen_linear

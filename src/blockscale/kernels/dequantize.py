@@ -21,7 +21,7 @@ def dequantize_rows(
     groups,
     rows,
     columns,
-    range,
+    top,
     out,
     GROUPED: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -37,7 +37,7 @@ def dequantize_rows(
     """Grid: slots of 32 rows * ceil(K / COLUMNS), slots = ceil(M / 32), and G more of a grouped plane.
 
     Args:
-        amax, range: of NVFP4: the global amax, one a group, or BY_ROW one a row of the stored plane; what it is mapped to.
+        amax, top: of NVFP4: the global amax, one a group, or BY_ROW one a row of the stored plane; what it is mapped to.
         PACKED: E2M1, two a byte. SCALE: "e8m0", "e4m3" (one a BLOCK elements), "tensor", "block" (1x128), "square" (128x128).
         COLUMN: MXFP8's columnwise plane. LAYOUT: of the scales.
     """
@@ -80,9 +80,9 @@ def dequantize_rows(
             if SCALE == "e8m0":
                 times = from_e8m0(code)
             elif BY_ROW:
-                times = from_e4m3_scale(code) * _global(tl.load(amax + first + r, r < left, 0.0), range)
+                times = from_e4m3_scale(code) * _global(tl.load(amax + first + r, r < left, 0.0), top)
             else:
-                times = from_e4m3_scale(code) * _global(tl.load(amax + group), range)
+                times = from_e4m3_scale(code) * _global(tl.load(amax + group), top)
             blocks = tl.reshape(value, (32, COLUMNS // BLOCK, BLOCK)) * times[:, :, None]
             value = tl.reshape(blocks, (32, COLUMNS))
     elif SCALE == "tensor":
@@ -103,7 +103,7 @@ def dequantize_columns(
     groups,
     rows,
     columns,
-    range,
+    top,
     out,
     GROUPED: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -152,9 +152,9 @@ def dequantize_columns(
         if SCALE == "e8m0":
             times = from_e8m0(code)
         elif BY_ROW:
-            times = from_e4m3_scale(code) * _global(tl.load(amax + group.to(tl.int64) * columns + k, k < columns, 0.0), range)
+            times = from_e4m3_scale(code) * _global(tl.load(amax + group.to(tl.int64) * columns + k, k < columns, 0.0), top)
         else:
-            times = from_e4m3_scale(code) * _global(tl.load(amax + group), range)
+            times = from_e4m3_scale(code) * _global(tl.load(amax + group), top)
         blocks = tl.reshape(value, (COLUMNS, PER_TILE, BLOCK)) * times[:, :, None]
         value = tl.reshape(blocks, (COLUMNS, 128))
     elif SCALE == "tensor":
@@ -177,9 +177,9 @@ def _nibbles(byte, ROWS_: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _global(amax, range):
+def _global(amax, top):
     """S_dec of NVFP4, see ``formats.scales``."""
-    s_enc = tl.minimum(tl.math.div_rn(range, amax), FLT_MAX)
+    s_enc = tl.minimum(tl.math.div_rn(top, amax), FLT_MAX)
     return reciprocal(tl.where((amax == 0) | (s_enc == 0), 1.0, s_enc))
 
 

@@ -29,6 +29,12 @@ def covers(fmt: Format) -> bool:
     return isinstance(fmt, (MXFP8, MXFP4, FP8Tensor, FP8Delayed, FP8Block))
 
 
+def kernel(fmt: Format) -> str:
+    """The module of the format's kernel."""
+    names = {FP8Tensor: "fp8_tensor", FP8Delayed: "fp8_tensor", FP8Block: "fp8_block"}
+    return f"blockscale.kernels.quantize_{names.get(type(fmt), fmt.kind)}"
+
+
 def about(fmt: Format) -> str:
     """How a call runs, for ``explain``."""
     if isinstance(fmt, NVFP4):
