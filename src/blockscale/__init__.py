@@ -8,6 +8,7 @@ from importlib.metadata import version
 from blockscale import activations, formats, layouts, recipes
 from blockscale.formats import MXFP4, MXFP8, NVFP4, FP8Block, FP8Delayed, FP8Tensor, Hybrid
 from blockscale.layouts import offsets_from_sizes
+from blockscale.ops import dequantize as _dequantize  # noqa: F401  (an operator)
 from blockscale.ops.activation import activation
 from blockscale.ops.activation_quantize import activation_backward_quantize, activation_quantize
 from blockscale.ops.device_status import DeviceCheckError, check

@@ -1,8 +1,8 @@
 """Compile variants of every kernel ahead of time, without a GPU, and say what is in the compiled code.
 
-A script of its own because the installed Triton or another one is to be used: ``python variants.py COUNT ARCH...`` prints a
-JSON line a variant and architecture. COUNT: variants of each kernel, chosen so that every pair of option values occurs
-early; 0: all pairs and no fewer.
+A script of its own because the installed Triton or another one is to be used: ``python variants.py FIRST COUNT ARCH...`` prints
+a JSON line a variant and architecture. Variants of a kernel stand in an order in which every pair of option values occurs
+early; FIRST, COUNT: which of them; COUNT 0: all, every pair.
 """
 
 import itertools
@@ -19,10 +19,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from blockscale.formats import MXFP4, MXFP8, NVFP4, FP8Block, FP8Tensor
+from blockscale.kernels.dequantize import dequantize_columns, dequantize_rows
+from blockscale.kernels.quantize_fp8_block import quantize_fp8_block, quantize_fp8_rows
+from blockscale.kernels.quantize_fp8_tensor import amax_of_groups, quantize_fp8_tensor
+from blockscale.kernels.quantize_mxfp4 import quantize_mxfp4
 from blockscale.kernels.quantize_mxfp8 import quantize_mxfp8
 from blockscale.kernels.quantize_nvfp4 import quantize_nvfp4
 from blockscale.kernels.scale_nvfp4 import group_amax, multipliers
+from blockscale.ops.launch import dequantize as launch_values
 from blockscale.ops.launch import quantize as launch
+from blockscale.ops.launch import tiles
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BOOL = (False, True)
@@ -32,29 +39,96 @@ WHERE = ((False, 1), (True, 1), (True, 4), (True, 0))
 DTYPES = ("bf16", "fp16", "fp32")
 
 
+def common(where, planes):
+    return {"GROUPED": where[0], "CHUNKS": where[1], "ROW": planes[0], "COL": planes[1]}
+
+
+def possible(layout, grouped):
+    """The layout, or another that a grouped tensor has."""
+    return LAYOUTS[LAYOUTS.index(layout) % 2] if grouped else layout
+
+
 def mxfp8(dtype, where, planes, square, e5m2, floor, ignore, layout):
-    flags = {"GROUPED": where[0], "CHUNKS": where[1], "ROW": planes[0], "COL": planes[1], "SQUARE": square, "E5M2": e5m2}
-    flags |= {"FLOOR": floor, "IGNORE_NAN": ignore, "LAYOUT": layout if not where[0] else LAYOUTS[LAYOUTS.index(layout) % 2]}
-    return flags, launch.mxfp8_candidates(*planes)
+    flags = common(where, planes) | {"SQUARE": square, "E5M2": e5m2, "FLOOR": floor, "IGNORE_NAN": ignore}
+    return flags | {"LAYOUT": possible(layout, where[0])}, launch.mxfp8_candidates(*planes), {}
 
 
 def nvfp4(dtype, where, planes, kind, stochastic, ignore, layout):
-    flags = {"GROUPED": where[0], "CHUNKS": where[1], "ROW": planes[0], "COL": planes[1]}
-    flags |= {"SQUARE": kind == "square", "HADAMARD": kind == "hadamard", "STOCHASTIC": stochastic, "IGNORE_NAN": ignore}
-    flags["LAYOUT"] = layout if not where[0] else LAYOUTS[LAYOUTS.index(layout) % 2]
-    return flags, launch.nvfp4_candidates()
+    flags = common(where, planes) | {"SQUARE": kind == "square", "HADAMARD": kind == "hadamard", "STOCHASTIC": stochastic}
+    flags |= {"IGNORE_NAN": ignore, "LAYOUT": possible(layout, where[0])}
+    return flags, launch.nvfp4_candidates(), CODES_IN_WORDS
+
+
+def mxfp4(dtype, where, planes, square, floor, ignore, layout):
+    flags = common(where, planes) | {"SQUARE": square, "FLOOR": floor, "IGNORE_NAN": ignore}
+    return flags | {"LAYOUT": possible(layout, where[0])}, tiles.FOUR, CODES_IN_WORDS
 
 
 def amax(dtype, where, planes, hadamard):
-    flags = {"GROUPED": where[0], "CHUNKS": where[1], "ROW": planes[0], "COL": planes[1], "HADAMARD": hadamard}
-    return flags, launch.amax_candidates()
+    return common(where, planes) | {"HADAMARD": hadamard}, launch.amax_candidates(), {"amax": "i32"}
 
 
-POINTERS = {"offsets": "i64", "status": "i64", "rng": "i64", "multiplier": "fp32", "amax": "i32"}
+def fp8_block(dtype, where, planes, square, e5m2, power_of_two, words):
+    flags = common(where, planes) | {"SQUARE": square, "E5M2": e5m2, "POWER_OF_TWO": power_of_two}
+    return flags | {"WORDS": words or where[0]}, tiles.BLOCK, FLOAT_SCALES | ({"col_data": "i32"} if words or where[0] else {})
+
+
+def fp8_rows(dtype, where, e5m2, power_of_two):
+    return {"GROUPED": where[0], "E5M2": e5m2, "POWER_OF_TWO": power_of_two}, tiles.ROWS, FLOAT_SCALES
+
+
+def fp8_tensor(dtype, where, planes, delayed, e5m2, power_of_two, words):
+    flags = common(where, planes) | {"DELAYED": delayed, "E5M2": e5m2, "POWER_OF_TWO": power_of_two and not delayed}
+    types = FLOAT_SCALES | ({"col_data": "i32"} if words or where[0] else {})
+    types |= dict.fromkeys(("row_amax", "col_amax"), "i32" if delayed else "fp32")
+    return flags | {"WORDS": words or where[0]}, tiles.TENSOR, types
+
+
+def fp8_amax(dtype, where):
+    return {"GROUPED": where[0], "CHUNKS": where[1]}, tiles.AMAX, {"amax": "i32"}
+
+
+def values(dtype, where, fmt, column, layout):
+    """Of the kernel that reads the plane by row, or transposed."""
+    flags = launch_values.constants(fmt, column, possible(layout, where[0]))
+    transposed = column and fmt.transposed
+    if transposed:
+        del flags["COLUMN"]
+    flags |= {"GROUPED": where[0], "CHUNKS": where[1]}
+    types = {"amax": "fp32", "scale": "u8" if fmt.has_codes else "fp32"}
+    return flags, launch_values.COLUMNS if transposed else launch_values.ROWS, types
+
+
+def columns(dtype, where, fmt, layout):
+    return values(dtype, where, fmt, True, layout)
+
+
+SCALARS = ("stride", "groups", "rows", "columns", "num_tiles", "given_pitch")
+POINTERS = {"offsets": "i64", "status": "i64", "rng": "i64", "multiplier": "fp32", "given": "fp32"}
+CODES_IN_WORDS = {"row_data": "i32", "col_data": "i32"}
+FLOAT_SCALES = {"row_scale": "fp32", "col_scale": "fp32"}
+FORMATS = (
+    MXFP8(),
+    MXFP8("e5m2"),
+    MXFP4(),
+    NVFP4(),
+    NVFP4(row_scaled=True),
+    FP8Tensor(),
+    FP8Block("e5m2"),
+    FP8Block(block=(128, 128)),
+)
 KERNELS = {
     "quantize_mxfp8": (quantize_mxfp8, mxfp8, (DTYPES, WHERE, PLANES, BOOL, BOOL, BOOL, BOOL, LAYOUTS)),
     "quantize_nvfp4": (quantize_nvfp4, nvfp4, (DTYPES, WHERE, PLANES, ("plain", "square", "hadamard"), BOOL, BOOL, LAYOUTS)),
     "group_amax": (group_amax, amax, (DTYPES, WHERE, PLANES, BOOL)),
+    "quantize_mxfp4": (quantize_mxfp4, mxfp4, (DTYPES, WHERE, PLANES, BOOL, BOOL, BOOL, LAYOUTS)),
+    "quantize_fp8_block": (quantize_fp8_block, fp8_block, (DTYPES, WHERE, PLANES, BOOL, BOOL, BOOL, BOOL)),
+    "quantize_fp8_rows": (quantize_fp8_rows, fp8_rows, (DTYPES, WHERE[:2], BOOL, BOOL)),
+    "quantize_fp8_tensor": (quantize_fp8_tensor, fp8_tensor, (DTYPES, WHERE, PLANES, BOOL, BOOL, BOOL, BOOL)),
+    "amax_of_groups": (amax_of_groups, fp8_amax, (DTYPES, WHERE)),
+    "dequantize_rows": (dequantize_rows, values, (DTYPES, WHERE, FORMATS, (False,), LAYOUTS)),
+    "dequantize_mxfp8_columns": (dequantize_rows, values, (DTYPES, WHERE, FORMATS[:2], (True,), LAYOUTS)),
+    "dequantize_columns": (dequantize_columns, columns, (DTYPES, WHERE, FORMATS[2:], LAYOUTS)),
 }
 
 
@@ -77,14 +151,19 @@ def pairwise(values, seed=0):
         yield tuple(row)
 
 
-def compiled(kernel, flags, candidate, arch, dtype):
-    data = "i32" if kernel is quantize_nvfp4 else "u8"
-    pointers = {name: POINTERS.get(name, data if name.endswith("_data") else "u8") for name in kernel.arg_names}
-    pointers["x"] = dtype
+def compiled(kernel, flags, candidate, arch, dtype, types):
     constants = {**flags, **candidate.constants}
-    scalars = ("stride", "groups", "rows", "columns", "num_tiles")
-    signature = {n: "constexpr" if n in constants else "i32" if n in scalars else f"*{pointers[n]}" for n in kernel.arg_names}
-    aligned = [i for i, n in enumerate(kernel.arg_names) if n in ("stride", "columns") or signature[n].startswith("*")]
+
+    def type_of(name):
+        if name in constants:
+            return "constexpr"
+        if name in SCALARS or name in ("eps", "top"):
+            return "i32" if name in SCALARS else "fp32"
+        return "*" + (dtype if name in ("x", "out") else types.get(name) or POINTERS.get(name, "u8"))
+
+    signature = {name: type_of(name) for name in kernel.arg_names}
+    whole = ("stride", "rows", "columns")
+    aligned = [i for i, n in enumerate(kernel.arg_names) if n in whole or signature[n].startswith("*")]
     options = {k: v for k, v in candidate.all_options().items() if k not in constants}
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
@@ -114,19 +193,19 @@ def inspect(result):
 def report(name, row, arch):
     """The first candidate that does not spill, as the launch picks it."""
     kernel, describe, _ = KERNELS[name]
-    flags, candidates = describe(*row)
+    flags, candidates, types = describe(*row)
     for candidate in candidates:
-        facts = inspect(compiled(kernel, flags, candidate, arch, row[0]))
+        facts = inspect(compiled(kernel, flags, candidate, arch, row[0], types))
         if facts["stack"] == 0 and facts["local"] == 0:
             break
     return {"kernel": name, "arch": arch, "flags": flags, "dtype": row[0], "candidate": candidates.index(candidate), **facts}
 
 
 def main():
-    count, archs = int(sys.argv[1]), [int(a) for a in sys.argv[2:]]
-    for name, (_, _, values) in KERNELS.items():
-        rows = list(pairwise(values))
-        for row in rows[: count or None]:
+    first, count, archs = int(sys.argv[1]), int(sys.argv[2]), [int(a) for a in sys.argv[3:]]
+    for name, (_, _, options) in KERNELS.items():
+        rows = list(pairwise(options))
+        for row in rows[first : first + count] if count else rows:
             for arch in archs:
                 print(json.dumps(report(name, row, arch)), flush=True)
     for arch in archs:

@@ -28,6 +28,9 @@ cvt.u32.u16 $0, h;
 }""")
 
 
+_WORD = tl.constexpr("=r,r,r,r,r")
+
+
 def _pack8_text() -> str:
     """Eight float32 to eight E2M1 codes, the first in the lowest four bits.
 
@@ -85,6 +88,13 @@ def block_amax(magnitude, axis: tl.constexpr, IGNORE_NAN: tl.constexpr):
 
 
 @triton.jit
+def largest(value, axis: tl.constexpr):
+    """Largest magnitude along an axis, NaNs left out (0 of NaNs only): a maximum takes the operand that is a number."""
+    found = tl.max(tl.abs(value), axis)
+    return tl.where(found == found, found, 0.0)
+
+
+@triton.jit
 def _to_fp8_integers(x, MANTISSA: tl.constexpr, EMIN: tl.constexpr, LARGEST: tl.constexpr):
     bits = x.to(tl.int32, bitcast=True)
     nan = (bits & 0x7FFFFFFF) > 0x7F800000
@@ -113,6 +123,46 @@ def to_fp8(x, E5M2: tl.constexpr):
             return _to_fp8_integers(x, 3, -6, 448.0)
         else:
             return tl.inline_asm_elementwise(_CVT4_E4M3, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
+
+
+@triton.jit
+def pack_fp8(x0, x1, x2, x3, E5M2: tl.constexpr):
+    """int32 of four E4M3 or E5M2 codes, x0's in the lowest byte."""
+    if INTERPRETED:
+        low = to_fp8(x0, E5M2).to(tl.int32) | (to_fp8(x1, E5M2).to(tl.int32) << 8)
+        return low | (to_fp8(x2, E5M2).to(tl.int32) << 16) | (to_fp8(x3, E5M2).to(tl.int32) << 24)
+    elif E5M2:
+        return tl.inline_asm_elementwise(_CVT4_E5M2, _WORD, [x0, x1, x2, x3], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        return tl.inline_asm_elementwise(_CVT4_E4M3, _WORD, [x0, x1, x2, x3], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def fp8_scale(amax, eps, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """(what brings ``amax`` to the largest code, its inverse), float32; ``amax`` >= 0, not NaN.
+
+    The largest codes are 1.75 * 2^n, so that the power of two below fl(max / amax) follows from the exponent of amax and a
+    carry from a mantissa above .75: the quotient next to a power of two does not round to it.
+    """
+    floor = tl.maximum(amax, eps)
+    bits = floor.to(tl.int32, bitcast=True)
+    one = (bits == 0) | (bits == 0x7F800000)
+    if POWER_OF_TWO:
+        TOP: tl.constexpr = 269 if E5M2 else 262
+        exponent = tl.where(one, 127, tl.minimum(TOP - ((bits + 0x1FFFFF) >> 23), 254))
+        inverse = tl.where(exponent == 254, 0x400000, (254 - exponent) << 23)
+        return (exponent << 23).to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
+    else:
+        LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
+        most = tl.full(floor.shape, LARGEST, tl.float32)
+        scale = tl.where(one, 1.0, tl.minimum(tl.math.div_rn(most, floor), FLT_MAX))
+        return scale, reciprocal(scale)
+
+
+@triton.jit
+def reciprocal(x):
+    """fl(1 / x)."""
+    return tl.math.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
 
 
 @triton.jit
@@ -157,6 +207,15 @@ def pack_e2m1(x0, x1, x2, x3, x4, x5, x6, x7):
         return tl.inline_asm_elementwise(
             _PACK8, _PACK8_ARGS, [x0, x1, x2, x3, x4, x5, x6, x7], dtype=tl.int32, is_pure=True, pack=1
         )
+
+
+@triton.jit
+def split4(y):
+    """The four parts of (..., 2, 2), the last axis counting fastest."""
+    even, odd = tl.split(y)
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
 
 
 @triton.jit
@@ -212,6 +271,49 @@ def round_bf16(x):
         return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
     else:
         return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """float32 in another type, to nearest even."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:
+        return (round_bf16(x).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def from_fp8(code, E5M2: tl.constexpr):
+    """float32 values of E4M3 or E5M2 codes (uint8)."""
+    if INTERPRETED:
+        wide = code.to(tl.int32)
+        magnitude = wide & 0x7F
+        # as the fields of a float32, subnormals too, whose exponent is off by the difference of the biases
+        if E5M2:
+            value = (magnitude << 21).to(tl.float32, bitcast=True) * 5.192296858534828e33
+            value = tl.where(magnitude >= 0x7C, tl.where(magnitude == 0x7C, float("inf"), float("nan")), value)
+        else:
+            value = (magnitude << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+            value = tl.where(magnitude == 0x7F, float("nan"), value)
+        return tl.where(wide >= 0x80, -value, value)
+    elif E5M2:
+        return code.to(tl.float8e5, bitcast=True).to(tl.float32)
+    else:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def from_e2m1(code):
+    """float32 values of E2M1 codes (int32, 0..15): 2^126 makes up for the difference of the biases."""
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def from_e8m0(code):
+    """float32 values of E8M0 codes (int32)."""
+    bits = tl.where(code == 0, 0x400000, code << 23)
+    return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit

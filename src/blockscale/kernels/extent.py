@@ -148,4 +148,5 @@ def zero_rows(data, first, end, c0, width, ROWS: tl.constexpr, COLUMNS: tl.const
     r = tl.arange(0, ROWS)[:, None]
     c = tl.arange(0, COLUMNS)[None, :]
     place = first.to(tl.int64) * width + c0 + (r * width + c)
-    tl.store(data + place, tl.zeros((ROWS, COLUMNS), tl.uint8), (first + r < end) & (c0 + c < width))
+    zero = tl.zeros((ROWS, COLUMNS), data.dtype.element_ty)
+    tl.store(data + place, zero, (first + r < end) & (c0 + c < width))

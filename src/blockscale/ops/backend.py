@@ -30,13 +30,15 @@ from blockscale.layouts import PLANES
 from blockscale.ops import checks
 from blockscale.reference import activations as reference_activations
 from blockscale.reference import count as reference_count
+from blockscale.reference import dequantize as reference_dequantize
 from blockscale.reference import grouped_gemm as reference_gemm
 from blockscale.reference import quantize as reference_quantize
-from blockscale.tensors import BlockScaledTensor, GroupedTensor, planes_from_list
+from blockscale.tensors import BlockScaledTensor, GroupedTensor, Plane, planes_from_list
 
 #: what each kind of stage runs in the reference backend
 _REFERENCE = {
     "quantize": "blockscale.reference.quantize",
+    "dequantize": "blockscale.reference.dequantize",
     "gemm": "blockscale.reference.grouped_gemm",
     "activation": "blockscale.reference.activations",
     "reduce": "blockscale.reference.grouped_gemm",
@@ -54,11 +56,12 @@ _CPU = {
 #: what has Triton kernels
 _TRITON = {
     "quantize": "blockscale.kernels.quantize",
+    "dequantize": "blockscale.kernels.dequantize",
     "activation": "blockscale.kernels.activation",
     "reduce": "blockscale.kernels.sums",
     "joined": "blockscale.kernels.activation",  # activation and quantization in one pass
 }
-_MAKES_CODES = ("quantize", "joined")
+_MAKES_CODES = ("quantize", "dequantize", "joined")
 _SUMS = "the reference's meaning, sums in an order of its own"
 _ABOUT_TRITON = {
     "activation": "offsets are read on the device; the bits of the reference, ds summed in an order of its own, always the same",
@@ -82,7 +85,7 @@ def choose(stage: str, device: torch.device, *formats: Format | None) -> Choice:
     """The implementation of a kind of stage on ``device``.
 
     Args:
-        stage: "quantize", "gemm", "activation", "joined" (those two in one pass), "reduce", "routing" or "count".
+        stage: "quantize", "dequantize", "gemm", "activation", "joined" (those two in one pass), "reduce", "routing" or "count".
         formats: of what is quantized, or of the operands that are multiplied; None for a high-precision operand.
     """
     if device.type == "cuda":
@@ -90,8 +93,13 @@ def choose(stage: str, device: torch.device, *formats: Format | None) -> Choice:
         if why is None and stage not in _MAKES_CODES:
             return Choice("triton", _TRITON[stage], _ABOUT_TRITON[stage], 0)
         if why is None:
-            names = ", ".join(dict.fromkeys(f"{_TRITON[stage]}_{f.kind}" for f in formats if f is not None))
-            how = "; ".join(dict.fromkeys(triton_quantize().about(f) for f in formats if f is not None))
+            parts = [part for f in formats if f is not None for part in _parts(f)]
+            how = ", ".join(dict.fromkeys(triton_quantize().about(f) for f in parts))
+            names = ", ".join(dict.fromkeys(triton_quantize().kernel(f) for f in parts))
+            if stage == "dequantize":
+                how, names = "one launch for all groups", _TRITON[stage]
+            elif any(f is not None and f.from_row for f in formats):
+                how += "; the values of the rowwise plane pass through memory as float32 on their way to the columnwise one"
             return Choice("triton", names, f"{how}; offsets are read on the device; the bits of the reference", 0)
         return Choice("reference", _REFERENCE[stage], why, 0)
     why = _against_cpu(stage, device, *formats)
@@ -125,6 +133,11 @@ def _covered(fmt: Format) -> bool:
     return all(cpu_quantize.covers(fmt.stored(plane)) for plane in PLANES)
 
 
+def _parts(fmt: Format) -> list[Format]:
+    """The formats whose kernels run for one: of each plane, where these differ or one is made of the other."""
+    return [fmt] if isinstance(fmt, FP8Delayed) else list(dict.fromkeys(fmt.stored(plane) for plane in PLANES))
+
+
 def against_triton(stage: str, device: torch.device, *formats: Format | None) -> str | None:
     """Why no Triton kernel runs on a CUDA device; None: one does."""
     plain = "plain torch on the device"
@@ -140,7 +153,7 @@ def against_triton(stage: str, device: torch.device, *formats: Format | None) ->
     if not torch.cuda.is_available() or torch.cuda.get_device_capability(device) < (8, 9):
         return f"{plain}, because the device converts nothing to FP8 (compute capability 8.9 and newer do)"
     for fmt in formats:
-        if fmt is not None and (fmt.from_row or not triton_quantize().covers(fmt)):
+        if stage == "quantize" and fmt is not None and not all(triton_quantize().covers(part) for part in _parts(fmt)):
             return f"{plain}, because there is no kernel for {fmt.label} yet"
     return None
 
@@ -210,14 +223,14 @@ def quantize(
     if isinstance(fmt, FP8Delayed) and scale is None:
         raise ValueError("format fp8delayed quantizes with a scale that is kept between steps, and here is none to give")
     from_row = columnwise and fmt.from_row
-    if from_row and fast("quantize", x.device, fmt):
+    if from_row and _quantize_kernels(x, fmt) is not None:
         return _from_row(x, offsets, fmt, rowwise, layout, amax, rng, out)
     if not from_row and not isinstance(fmt, FP8Delayed):
         fmt = fmt.stored("rowwise" if rowwise else "columnwise")
-    kernels = _quantize_kernels(x, fmt)
+    kernels, given = _quantize_kernels(x, fmt), () if scale is None else (scale,)
     if kernels is not None:
         if out is None or _separate(x, out):
-            return kernels.quantize(x, offsets, fmt, rowwise, columnwise, layout, amax, rng, out)
+            return kernels.quantize(x, offsets, fmt, rowwise, columnwise, layout, amax, rng, out, *given)
         planes = kernels.quantize(x, offsets, fmt, rowwise, columnwise, layout, amax, rng)
     elif offsets is None:
         planes = reference_quantize.quantize(x, fmt, rowwise, columnwise, layout, amax, rng, scale)
@@ -269,6 +282,17 @@ def _separate(x: Tensor, out: list[Tensor]) -> bool:
     memory = x.untyped_storage().data_ptr()
     aligned = x.device.type == "cpu" or all(t.data_ptr() % 16 == 0 for t in out)
     return aligned and all(t.is_contiguous() and t.untyped_storage().data_ptr() != memory for t in out)
+
+
+def dequantize(plane: Plane, offsets: Tensor | None, shape: tuple[int, int], fmt: Format, which: str, dtype: torch.dtype) -> Tensor:
+    """``reference.dequantize`` or the kernels of the same meaning."""
+    device = plane.data.device
+    if device.type == "cuda" and against_triton("dequantize", device, fmt) is None:
+        made = dtype if dtype in checks.FLOATS else torch.float32
+        args = (plane.data, plane.scale, plane.amax, offsets, shape, fmt, which, plane.layout, made)
+        values: Tensor = import_module("blockscale.ops.launch.dequantize").dequantize(*args)
+        return values.to(dtype)
+    return reference_dequantize.dequantize(plane, offsets, shape, fmt, which, dtype)
 
 
 def _one_plane(x: GroupedTensor | Tensor, plane: str) -> GroupedTensor | Tensor:

@@ -69,12 +69,12 @@ _OUTPUTS = {
 
 
 def _plain(name: str, values: Values) -> tuple[Steps, Steps]:
-    kinds = {"quantize": "quantize", "grouped_gemm": "gemm", "activation": "activation"}
+    kinds = {"quantize": "quantize", "dequantize": "dequantize", "grouped_gemm": "gemm", "activation": "activation"}
     kind = next((k for prefix, k in kinds.items() if name.startswith(prefix)), "routing")
     formats = tuple(parse(values[key]) for key in ("fmt", "a_format", "b_format") if values.get(key))
     if kind == "gemm":
         formats = tuple(f.stored("rowwise") for f in formats)  # each is the format of one plane
-    what = f"{name} to {parse(values['fmt']).label}" if "fmt" in values else name
+    what = f"{name} {'from' if kind == 'dequantize' else 'to'} {parse(values['fmt']).label}" if "fmt" in values else name
     if kind == "activation" and formats:
         return _activation_and_format(name, values, formats[0]), []
     differentiable = kind == "routing" or name == "activation"

@@ -24,7 +24,6 @@ from blockscale.tensors.arrange import (
     restore_grouped,
     restore_plain,
 )
-from blockscale.tensors.decode import values
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +92,16 @@ class _Quantized:
         """Device of the planes."""
         return next(iter(self.planes.values())).data.device
 
+    def dequantize(self, dtype: torch.dtype = torch.float32, plane: str = "rowwise") -> Tensor:
+        """(M, K) values of a plane, computed in float32 and rounded once to ``dtype``; a grouped tensor's dead rows are zero.
+
+        The operator ``blockscale::dequantize``: a kernel on a GPU, one launch for all groups, else plain torch.
+        """
+        p, fmt, offsets = self.plane(plane), self.format.stored(plane), getattr(self, "offsets", None)
+        args = (p.data, p.scale, p.amax, offsets, *self.shape, fmt.spec(), plane, p.layout, dtype)
+        values: Tensor = torch.ops.blockscale.dequantize(*args)
+        return values
+
     @property
     def nbytes(self) -> int:
         """Bytes of all planes: data, scales and amax."""
@@ -135,7 +144,7 @@ class BlockScaledTensor(_Quantized):
         """The plane without its arrangement (see ``tensors.arrange.Logical``)."""
         p = self.plane(plane)
         restored = restore_plain(p.data, p.scale, self.format.of(plane), plane, p.layout, self.shape)
-        return replace(restored, amax=restore_amax(p.amax, self.format.of(plane), plane, self._tiles, self.shape[1]))
+        return replace(restored, amax=restore_amax(p.amax, self.format.of(plane), plane, self.tiles, self.shape[1]))
 
     def with_layout(self, layout: str) -> BlockScaledTensor:
         """The same tensor with its scales in another layout."""
@@ -145,14 +154,8 @@ class BlockScaledTensor(_Quantized):
             planes[name] = Plane(data, scale, p.amax, layout)
         return replace(self, **planes)  # type: ignore[arg-type]
 
-    def dequantize(self, dtype: torch.dtype = torch.float32, plane: str = "rowwise") -> Tensor:
-        """(M, K) values of a plane, computed in float32 and rounded once to ``dtype``."""
-        M, K = self.shape
-        frame = values(self.logical(plane), self.format.of(plane), plane, self._tiles, K, with_global=True)
-        return frame[:M].to(dtype)
-
     @property
-    def _tiles(self) -> TileMap:
+    def tiles(self) -> TileMap:
         """The tiles of one group of all rows."""
         return TileMap(torch.tensor([0, self.shape[0]], device=self.device), self.shape[0])
 
@@ -209,12 +212,6 @@ class GroupedTensor(_Quantized):
             data, scale = place_grouped(self.logical(name), self.format.of(name), name, layout, self.tiles)
             planes[name] = Plane(data, scale, p.amax, layout)
         return replace(self, **planes)  # type: ignore[arg-type]
-
-    def dequantize(self, dtype: torch.dtype = torch.float32, plane: str = "rowwise") -> Tensor:
-        """(capacity, K) values of a plane, dead rows zero, computed in float32 and rounded once to ``dtype``."""
-        tiles = self.tiles
-        frame = values(self.logical(plane), self.format.of(plane), plane, tiles, self.shape[1], with_global=True)
-        return tiles.to_rows(frame).to(dtype)
 
     def group(self, index: int, layout: str = "compact") -> BlockScaledTensor:
         """One group as a tensor of its own (a copy), equal to ``quantize`` of its rows. Reads the offsets: a sync on a GPU.

@@ -17,7 +17,7 @@ from blockscale.kernels.activation_mxfp8 import activation_backward_mxfp8, activ
 from blockscale.layouts import ceil_div, round_up, tile_capacity
 from blockscale.ops.joined import TERMS
 from blockscale.ops.launch import sums
-from blockscale.ops.launch.quantize import chunks, empty_planes
+from blockscale.ops.launch.call import chunks, empty_planes
 from blockscale.ops.launch.start import Candidate, choose, start
 
 # the columns of a partial sum of ds are the same in both gradient kernels, so that both give the same ds

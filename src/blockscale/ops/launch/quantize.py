@@ -5,19 +5,18 @@ Legend: M rows (capacity), K columns, G groups, T tiles of 128 rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from blockscale.formats import MXFP8, NVFP4, Format
+from blockscale.formats import MXFP4, MXFP8, NVFP4, Format, FP8Block, FP8Delayed, FP8Tensor
 from blockscale.kernels.quantize_mxfp8 import quantize_mxfp8
 from blockscale.kernels.quantize_nvfp4 import quantize_nvfp4
 from blockscale.kernels.scale_nvfp4 import group_amax, multipliers
-from blockscale.layouts import PLANES, ceil_div, round_up, tile_capacity
+from blockscale.layouts import ceil_div, round_up, tile_capacity
 from blockscale.ops.device_status import words
+from blockscale.ops.launch import tiles
+from blockscale.ops.launch.call import Call, chunks, empty_planes
 from blockscale.ops.launch.start import Candidate, choose, start
-from blockscale.tensors.shapes import amax_shape, grouped_plane_shapes, plane_shapes, scale_dtype
 
 #: float32 a plane and group in the table of multipliers
 MULTIPLIERS = 256
@@ -26,7 +25,15 @@ MULTIPLIERS_CANDIDATE = Candidate({}, 4)
 
 def covers(fmt: Format) -> bool:
     """Whether there is a kernel for the format."""
-    return isinstance(fmt, MXFP8) or (isinstance(fmt, NVFP4) and not (fmt.row_scaled or fmt.four_over_six))
+    if isinstance(fmt, NVFP4):
+        return not (fmt.row_scaled or fmt.four_over_six)
+    return isinstance(fmt, (MXFP8, MXFP4, FP8Tensor, FP8Delayed, FP8Block))
+
+
+def kernel(fmt: Format) -> str:
+    """The module of the format's kernel."""
+    names = {FP8Tensor: "fp8_tensor", FP8Delayed: "fp8_tensor", FP8Block: "fp8_block"}
+    return f"blockscale.kernels.quantize_{names.get(type(fmt), fmt.kind)}"
 
 
 def about(fmt: Format) -> str:
@@ -36,18 +43,9 @@ def about(fmt: Format) -> str:
             "maxima (unless given), multipliers and codes, a launch each for all groups; "
             f"besides outputs {4 * 2 * (MULTIPLIERS + 1)} bytes a group from torch's allocator"
         )
+    if isinstance(fmt, FP8Tensor):
+        return "maxima (unless given) and codes, a launch each for all groups"
     return "one launch for all groups"
-
-
-def slots(call: Call, rows: int) -> int:
-    """Pieces of ``rows`` rows that the kernels cut a tensor into, see ``kernels.extent``."""
-    return ceil_div(call.x.shape[0], rows) + call.groups if call.grouped else 128 // rows * call.tiles
-
-
-def chunks(groups: int) -> int:
-    """The kernels' CHUNKS: how often 32 groups are looked at, in powers of two; 0 for many."""
-    n = 1 << (ceil_div(max(groups, 1), 32) - 1).bit_length()
-    return n if n <= 8 else 0
 
 
 def quantize(
@@ -60,8 +58,12 @@ def quantize(
     amax: Tensor | None,
     rng: Tensor | None,
     out: list[Tensor] | None = None,
+    scale: Tensor | None = None,
 ) -> list[Tensor]:
-    """Planes of x (M, K): data, scale, amax of the rowwise plane, then of the columnwise one. As ``kernels.cpu.quantize``."""
+    """Planes of x (M, K): data, scale, amax of the rowwise plane, then of the columnwise one. As ``kernels.cpu.quantize``.
+
+    ``scale``: float32 (G,), of ``FP8Delayed``.
+    """
     if x.stride(1) != 1:
         x = x.contiguous()
     M = x.shape[0]
@@ -80,22 +82,15 @@ def quantize(
     call = Call(x, where, T, 1 if G is None else G, rowwise, columnwise, layout, row, column, G is not None)
     if isinstance(fmt, MXFP8):
         _mxfp8(call, fmt)
+    elif isinstance(fmt, MXFP4):
+        tiles.mxfp4(call, fmt)
+    elif isinstance(fmt, FP8Block):
+        tiles.fp8_block(call, fmt)
+    elif isinstance(fmt, (FP8Tensor, FP8Delayed)):
+        tiles.fp8_tensor(call, fmt, amax, scale)
     else:
         assert isinstance(fmt, NVFP4)
         _nvfp4(call, fmt, amax, rng)
-    return tensors
-
-
-def empty_planes(x: Tensor, fmt: Format, G: int | None, rowwise: bool, columnwise: bool, layout: str) -> list[Tensor]:
-    """Tensors to write the planes to, in the operators' order; G None: a plain tensor."""
-    M, K = x.shape
-    tensors = []
-    for name, asked in zip(PLANES, (rowwise, columnwise), strict=True):
-        if asked:
-            shapes = plane_shapes(fmt, M, K, name, layout) if G is None else grouped_plane_shapes(fmt, M, K, G, name, layout)
-            tensors.append(x.new_empty(shapes[0], dtype=torch.uint8))
-            tensors.append(x.new_empty(shapes[1], dtype=scale_dtype(fmt)))
-            tensors.append(x.new_empty(amax_shape(fmt, name, M, K, G), dtype=torch.float32))
     return tensors
 
 
@@ -118,22 +113,6 @@ def amax_candidates() -> tuple[Candidate, ...]:
 _BOTH = tuple(Candidate({"COLUMNS": 128}, 2, limit) for limit in (96, 104, 112, 128)) + (Candidate({"COLUMNS": 128}, 4),)
 #: one plane: a warp never waits for another
 _ONE = (Candidate({"COLUMNS": 128}, 1), Candidate({"COLUMNS": 128}, 4))
-
-
-@dataclass(frozen=True)
-class Call:
-    """What the kernels of all formats take. ``row``, ``column``: data, scale, amax of a plane; x where it is not asked."""
-
-    x: Tensor
-    offsets: Tensor
-    tiles: int
-    groups: int
-    rowwise: bool
-    columnwise: bool
-    layout: str
-    row: list[Tensor]
-    column: list[Tensor]
-    grouped: bool
 
 
 def _mxfp8(call: Call, fmt: MXFP8) -> None:
@@ -162,7 +141,7 @@ def _mxfp8(call: Call, fmt: MXFP8) -> None:
         words(call.x.device),
     )
     candidate = choose(quantize_mxfp8, mxfp8_candidates(call.rowwise, call.columnwise), args, flags)
-    programs = round_up(slots(call, 32), 4) * (round_up(K, 128) // candidate.constants["COLUMNS"])
+    programs = round_up(call.slots(32), 4) * (round_up(K, 128) // candidate.constants["COLUMNS"])
     start(quantize_mxfp8, programs, args, flags, candidate)
 
 
@@ -212,7 +191,7 @@ def _nvfp4(call: Call, fmt: NVFP4, amax: Tensor | None, rng: Tensor | None) -> N
     candidate = choose(quantize_nvfp4, _NVFP4, args, flags)
     constants = candidate.constants
     height = 16 * constants["LANES"]
-    programs = round_up(slots(call, height), 128 // height) * (round_up(K, 128) // constants["COLUMNS"])
+    programs = round_up(call.slots(height), 128 // height) * (round_up(K, 128) // constants["COLUMNS"])
     start(quantize_nvfp4, programs, args, flags, candidate)
 
 
@@ -225,6 +204,6 @@ def _amax(call: Call, hadamard: bool) -> Tensor:
     args = (call.x, call.x.stride(0), call.offsets, call.groups, M, K, amax)
     candidate = choose(group_amax, _AMAX, args, flags)
     constants = candidate.constants
-    programs = slots(call, 16 * constants["LANES"]) * ceil_div(K, constants["COLUMNS"])
+    programs = call.slots(16 * constants["LANES"]) * ceil_div(K, constants["COLUMNS"])
     start(group_amax, programs, args, flags, candidate)
     return amax.view(torch.float32)

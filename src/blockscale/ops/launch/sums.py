@@ -8,7 +8,7 @@ from torch import Tensor
 from blockscale.kernels import sums
 from blockscale.layouts import ceil_div
 from blockscale.ops.joined import HEIGHT
-from blockscale.ops.launch.quantize import chunks
+from blockscale.ops.launch.call import chunks
 from blockscale.ops.launch.start import Candidate, start
 
 ROW_SUMS = Candidate({"LANES": 32, "HEIGHT": 64}, 4)
