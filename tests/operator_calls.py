@@ -1,5 +1,7 @@
 """Arguments of the operators of frozen layers and of routing, for test_operators.py; ``s`` is its Setting: H = 20, I = 8."""
 
+import itertools
+
 import torch
 from support import RECIPES, normal
 
@@ -9,6 +11,16 @@ from blockscale.ops.frozen_linear import pack
 OPS = torch.ops.blockscale
 MX, RNG = bs.MXFP8(), torch.tensor([3, 1])
 FEW = [RECIPES[name] for name in ("bf16", "mxfp8_hybrid", "nvfp4")]
+
+
+def dequantize(s):
+    formats = (MX, bs.MXFP4(), bs.NVFP4(), bs.FP8Tensor(), bs.FP8Block("e5m2"))
+    for n, (fmt, name, offsets) in enumerate(itertools.product(formats, ("rowwise", "columnwise"), (s.offsets, None))):
+        layout, dtype = ("compact", "swizzled")[n % 3 % 2 * fmt.has_codes], (torch.float32, torch.bfloat16)[n % 2]
+        options = {"rowwise": name == "rowwise", "columnwise": name == "columnwise", "layout": layout}
+        q = bs.quantize(s.x, fmt, **options) if offsets is None else bs.quantize_grouped(s.x, offsets, fmt, **options)
+        plane = q.planes[name]
+        yield plane.data, plane.scale, plane.amax, offsets, *s.x.shape, fmt.spec(), name, layout, dtype
 
 
 def frozen(s, columnwise=True):

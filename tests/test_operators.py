@@ -4,6 +4,7 @@ import pytest
 import torch
 from composed import scaling_of
 from operator_calls import (
+    dequantize,
     frozen_linear,
     frozen_linear_backward,
     frozen_mlp,
@@ -262,6 +263,7 @@ CALLS = {
         permute,
         unpermute,
         unpermute_backward,
+        dequantize,
         see,
     )
 }

@@ -103,6 +103,7 @@ def activation_backward_mxfp8(
     BIAS: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
+    SQUARE: tl.constexpr,
     E5M2: tl.constexpr,
     FLOOR: tl.constexpr,
     IGNORE_NAN: tl.constexpr,
@@ -114,7 +115,7 @@ def activation_backward_mxfp8(
 
     A GLU's width is a multiple of 64 and of COLUMNS, its RUN 0, a multiple of 32, or a power of two up to 16: then no block of
     32 columns of the result needs more than this program holds, and no column is padding. Its grid has width / COLUMNS programs
-    a slot.
+    a slot. SQUARE: 32x32 blocks, of an activation that is no GLU.
     """
     GLU: tl.constexpr = KIND != "squared_relu"
     HALVES: tl.constexpr = 2 if GLU else 1
@@ -156,7 +157,7 @@ def activation_backward_mxfp8(
             store_column_parts(bias_parts, db, slot, linear, columns)
     if not GLU:
         out = start * width + (r * width + c)
-        FLAGS: tl.constexpr = (ROW, COL, False, E5M2, FLOOR, IGNORE_NAN)
+        FLAGS: tl.constexpr = (ROW, COL, SQUARE, E5M2, FLOOR, IGNORE_NAN)
         store_tile(da, inside, out, row, row // ROWS % 4, left, before, tiles, c0, rows, width, targets, FLAGS, LAYOUT)
         return
     KINDS: tl.constexpr = (E5M2, FLOOR, IGNORE_NAN)

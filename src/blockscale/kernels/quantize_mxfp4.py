@@ -79,8 +79,9 @@ def quantize_mxfp4(
         by_block = tl.reshape(tl.abs(value), (HEIGHT, LANES, GROUPS_OF_32, 32))
         amax = block_amax(by_block, 3, IGNORE_NAN)
         if SQUARE:
-            square = _fours(block_amax(amax, 0, False), GROUPS_OF_32)
-            amax = tl.broadcast_to(square[None, :, :], (HEIGHT, LANES, GROUPS_OF_32))
+            square = block_amax(tl.reshape(block_amax(amax, 0, False), (BLOCKS, 4, GROUPS_OF_32)), 1, False)
+            amax = tl.broadcast_to(square[None, :, None, :], (HEIGHT, BLOCKS, 4, GROUPS_OF_32))
+            amax = tl.reshape(amax, (HEIGHT, LANES, GROUPS_OF_32))
     seen = _six(value, IGNORE_NAN)
     if ROW:
         code, inverse = e8m0(amax, 2, 0x3FFFFF, 0x01400001, FLOOR)
@@ -98,34 +99,28 @@ def quantize_mxfp4(
         j = c0 // 32 + tl.arange(0, GROUPS_OF_32)[None, None, :]
         store_row_scale(row_scale, code, before + row // 128, r, j, rows, blocks, LAYOUT)
     if COL:
-        if SQUARE:
-            amax_col = tl.reshape(tl.broadcast_to(square[:, :, None], (LANES, GROUPS_OF_32, 32)), (LANES, COLUMNS))
-        else:
-            amax_col = _fours(block_amax(tl.abs(value), 0, IGNORE_NAN), COLUMNS)
         k = c0 + tl.arange(0, COLUMNS)[None, :]
+        if SQUARE:
+            amax_col = tl.reshape(tl.broadcast_to(square[:, :, None], (BLOCKS, GROUPS_OF_32, 32)), (BLOCKS, COLUMNS))
+        else:
+            amax_col = block_amax(tl.reshape(block_amax(tl.abs(value), 0, IGNORE_NAN), (BLOCKS, 4, COLUMNS)), 1, False)
         amax_col = tl.where(k < columns, amax_col, 0.0)
         code, inverse = e8m0(amax_col, 2, 0x3FFFFF, 0x01400001, FLOOR)
-        y = tl.reshape(seen * inverse[None, :, :], (2, 2, 2, LANES, COLUMNS))
+        y = tl.reshape(seen, (HEIGHT, BLOCKS, 4, COLUMNS)) * inverse[None, :, None, :]
+        y = tl.reshape(y, (2, 2, 2, LANES, COLUMNS))
         x0, x1, x2, x3, x4, x5, x6, x7 = split8(tl.permute(y, (3, 4, 0, 1, 2)))
         word = pack_e2m1(x0, x1, x2, x3, x4, x5, x6, x7)
         lane = tl.arange(0, LANES)[:, None]
-        word = tl.where(code == 255, ALL_SEVEN & present_nibbles(left - lane * HEIGHT), word)
+        nan = tl.reshape(tl.broadcast_to((code == 255)[:, None, :], (BLOCKS, 4, COLUMNS)), (LANES, COLUMNS))
+        word = tl.where(nan, ALL_SEVEN & present_nibbles(left - lane * HEIGHT), word)
         word = tl.reshape(word, (1, LANES, COLUMNS))
         # words of a plain tensor's column: its rows are whole blocks of 32
         store_columns(col_data, word, before, tiles, row, c0, tl.cdiv(rows, 32) * 32, columns, GROUPED, True, 8, COLUMNS)
-        code = tl.max(tl.reshape(code, (BLOCKS, 4, COLUMNS)), 1)
         block = row // 32 + tl.arange(0, BLOCKS)[:, None]
         if GROUPED:
             _store_col_scale(col_scale, code.to(tl.uint8), before, tiles, block, k, columns, LAYOUT)
         else:
             store_row_scale(col_scale, code, k // 128, k % 128, block, columns, tl.cdiv(rows, 32), LAYOUT)
-
-
-@triton.jit
-def _fours(amax, COLUMNS: tl.constexpr):
-    """(16, COLUMNS): the largest of each four lanes, in all of them."""
-    all_four = block_amax(tl.reshape(amax, (BLOCKS, 4, COLUMNS)), 1, False)
-    return tl.reshape(tl.broadcast_to(all_four[:, None, :], (BLOCKS, 4, COLUMNS)), (LANES, COLUMNS))
 
 
 @triton.jit

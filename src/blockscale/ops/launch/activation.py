@@ -36,7 +36,7 @@ def against_joining(act: Activation, fmt: Format, interleave: int | None, width:
     if not backward or not act.is_glu:
         return None
     if fmt.is_2d:
-        return "32x32 blocks are joined with the forward activation only"
+        return "32x32 blocks are not joined with the gradient of a GLU"
     if width % 64:
         return f"I={width} columns are no multiple of 64, so that a block or a tile of scales has columns of both halves"
     if interleave is not None and interleave % 32 and 16 % interleave:
@@ -89,7 +89,7 @@ def quantize(
     tensors = empty_planes(h[:, :width], fmt, G, rowwise, columnwise, layout) if out is None else out
     if G == 0:  # no group, no tile: nothing is live
         return [t.zero_() for t in tensors]
-    flags = _flags(act, probs, interleave) | _mxfp8_flags(fmt, rowwise, columnwise, layout, G) | {"SQUARE": fmt.is_2d}
+    flags = _flags(act, probs, interleave) | _mxfp8_flags(fmt, rowwise, columnwise, layout, G)
     planes = _targets(tensors, rowwise, columnwise, h)
     args = (*_inputs(h, probs, offsets, width), tile_capacity(M, G), *_options(act), *planes)
     flags["WHOLE"] = width % 128 == 0
@@ -161,7 +161,12 @@ def _flags(act: Activation, probs: Tensor | None, interleave: int | None) -> dic
 
 
 def _mxfp8_flags(fmt: MXFP8, rowwise: bool, columnwise: bool, layout: str, groups: int) -> dict[str, Any]:
-    options = {"E5M2": fmt.element == "e5m2", "FLOOR": fmt.scale_rounding == "floor", "IGNORE_NAN": fmt.nan == "ignore"}
+    options = {
+        "SQUARE": fmt.is_2d,
+        "E5M2": fmt.element == "e5m2",
+        "FLOOR": fmt.scale_rounding == "floor",
+        "IGNORE_NAN": fmt.nan == "ignore",
+    }
     return {"CHUNKS": chunks(groups), "ROW": rowwise, "COL": columnwise, **options, "LAYOUT": layout}
 
 
