@@ -46,6 +46,7 @@ _Arch = Annotated[list[str], typer.Option("--arch", help="Only this target, such
 _Kernel = Annotated[str | None, typer.Option("--kernel", metavar="REGEX", help="Only kernels whose mangled name matches.")]
 _StackLimit = Annotated[int, typer.Option(help="Bytes of stack a thread may use.", min=0)]
 _Jobs = Annotated[int, typer.Option("--jobs", "-j", help="Processes; 0: one a core.", min=0)]
+_Memory = Annotated[float, typer.Option("--memory", metavar="GIB", help="Memory of the run beyond the interpreter.", min=0.125)]
 _Disassemble = Annotated[bool, typer.Option(help="Let nvdisasm, where installed, print the HTML page's instructions.")]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 
@@ -61,6 +62,7 @@ def scan(
     fail_on: Annotated[str, typer.Option(help="Least severity for exit status 1: note, warning, error, never.")] = "warning",
     baseline: Annotated[Path | None, typer.Option(help="JSON report of an earlier run; only findings beyond it count.")] = None,
     jobs: _Jobs = 0,
+    memory: _Memory = 2.0,
     as_json: _AsJson = False,
     json_out: Annotated[Path | None, typer.Option(help="Write the JSON report to this file, besides what is printed.")] = None,
     sarif: Annotated[Path | None, typer.Option(help="Write SARIF 2.1.0 for code-scanning sites to this file.")] = None,
@@ -80,7 +82,7 @@ def scan(
         wrong_use(f"--fail-on {fail_on!r}: one of {', '.join(_severities())}, never")
     if not targets and pid is None:
         wrong_use("nothing to audit: name a file, a folder, an installed package or a cache, or give --pid")
-    config = _config(rule, arch, kernel, stack_limit, jobs, examples=_EXAMPLES if html else 0)
+    config = _config(rule, arch, kernel, stack_limit, jobs, memory, examples=_EXAMPLES if html else 0)
     try:
         found = [item for target in targets or () for item in resolve(target)]
         found += list(mapped_files(pid)) if pid is not None else []
@@ -113,6 +115,7 @@ def diff(
     kernel: _Kernel = None,
     stack_limit: _StackLimit = 1024,
     jobs: _Jobs = 0,
+    memory: _Memory = 2.0,
     as_json: _AsJson = False,
 ) -> None:
     """Show what a release fixed and what it brought. Exit status 1 when it brought something."""
@@ -121,7 +124,7 @@ def diff(
     from blockscale.guard.audit.engine import audit
     from blockscale.guard.audit.readers import UnknownTargetError
 
-    config = _config(rule, arch, kernel, stack_limit, jobs)
+    config = _config(rule, arch, kernel, stack_limit, jobs, memory)
     try:
         before, after = audit([old], config), audit([new], config)
     except UnknownTargetError as error:
@@ -163,8 +166,11 @@ def _severities() -> tuple[str, ...]:
     return SEVERITIES
 
 
-def _config(rule: list[str], arch: list[str], kernel: str | None, stack_limit: int, jobs: int, *, examples: int = 0) -> Config:
+def _config(
+    rule: list[str], arch: list[str], kernel: str | None, stack_limit: int, jobs: int, memory: float, *, examples: int = 0
+) -> Config:
     from blockscale.guard.audit.engine import Config
+    from blockscale.guard.audit.limits import Limits
     from blockscale.guard.audit.rules import Options, UnknownRuleError, select
 
     try:
@@ -177,7 +183,8 @@ def _config(rule: list[str], arch: list[str], kernel: str | None, stack_limit: i
     for name in arch:
         if not re.fullmatch(r"sm_\d+[af]?", name):
             wrong_use(f"--arch {name!r}: a target such as sm_90a, sm_100a or sm_120f")
-    return Config(tuple(rule), tuple(arch), kernel, Options(stack_limit), processes=jobs, examples=examples)
+    limits = Limits.for_memory(int(memory * (1 << 30)))
+    return Config(tuple(rule), tuple(arch), kernel, Options(stack_limit), limits, jobs, examples)
 
 
 def _status(result: Result, fail_on: str) -> int:

@@ -17,7 +17,7 @@ from blockscale.guard.audit.elf import Elf
 from blockscale.guard.audit.examples import Example, cut
 from blockscale.guard.audit.limits import Limits, MalformedError
 from blockscale.guard.audit.names import family
-from blockscale.guard.audit.readers import Image, NotChecked, Unit, decompress, plan, read, resolve
+from blockscale.guard.audit.readers import Image, NotChecked, Unit, decompress, plan, read, resolve, weight
 from blockscale.guard.audit.rules import Hit, KernelView, Memory, Options, Rule, Severity, select
 from blockscale.guard.audit.sass.archs import refusal
 
@@ -123,25 +123,45 @@ def _results(units: Iterator[Unit | NotChecked], config: Config) -> Iterator[Res
         return
     # forked workers share what is imported; a worker is replaced by nothing: it keeps its verdicts
     context = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else None)
-    with ProcessPoolExecutor(processes, context, initializer=_start, initargs=(config,)) as pool:
-        waiting: deque[Future[Result]] = deque()
+    share = config.limits.memory_bytes // 2 // processes
+    with ProcessPoolExecutor(processes, context, initializer=_start, initargs=(config, share)) as pool:
+        waiting: deque[tuple[int, Future[Result]]] = deque()
+        held = 0
         for unit in units:
             if isinstance(unit, NotChecked):
                 yield Result(not_checked=[unit])
                 continue
-            waiting.append(pool.submit(_audit, unit))
-            while len(waiting) > processes * _AHEAD:
-                yield waiting.popleft().result()
+            waiting.append((weight(unit), pool.submit(_audit, unit)))
+            held += weight(unit)
+            while waiting and (len(waiting) > processes * _AHEAD or held > config.limits.waiting_bytes):
+                size, future = waiting.popleft()
+                yield future.result()
+                held -= size
         while waiting:
-            yield waiting.popleft().result()
+            yield waiting.popleft()[1].result()
 
 
 _worker: Worker | None = None
 
 
-def _start(config: Config) -> None:
+def _start(config: Config, share: int) -> None:
+    """Prepares a worker process: it may take ``share`` bytes beyond what it has now."""
     global _worker
+    _limit_memory(share)
     _worker = Worker(config)
+
+
+def _limit_memory(share: int) -> None:
+    try:
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (ImportError, OSError):
+        # only Linux can say how much address space there is already; elsewhere the limits on images must do
+        return
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = pages * resource.getpagesize() + share
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
 
 
 def _audit(unit: Unit) -> Result:
@@ -168,9 +188,10 @@ class Worker:
                 continue
             try:
                 self._image(item, result)
-            except MalformedError as error:
+            except (MalformedError, MemoryError) as error:
                 what = f"{item.arch or item.kind} image at {item.offset:,}"
-                result.not_checked.append(NotChecked(item.file, what, str(error), error=True))
+                why = str(error) if isinstance(error, MalformedError) else "needs more memory than a worker may take; see --memory"
+                result.not_checked.append(NotChecked(item.file, what, why, error=True))
         return result
 
     def _image(self, image: Image, result: Result) -> None:
