@@ -48,9 +48,7 @@ SHARE = {90: (0, 2), 100: (2, 1), 103: (3, 1), 120: (4, 1)}
 
 @pytest.mark.parametrize("arch", ARCHS, ids=ARCHS.values())
 def test_compiled_by_the_installed_triton(arch):
-    first, count = SHARE(
-        arch,
-    )
+    first, count = SHARE[arch]
     check(lines(first, count, (arch,)), 10 * count)
 
 
