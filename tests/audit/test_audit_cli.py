@@ -1,12 +1,14 @@
 """The command: exit status, JSON, SARIF, baselines, diff, and the list of what was not checked."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
 
 from audit.support_audit import cubin
 from blockscale.cli import app
+from blockscale.guard.audit.examples import disassembler
 from blockscale.guard.audit.names import family
 
 run = CliRunner().invoke
@@ -67,7 +69,10 @@ def test_a_baseline_lets_only_new_findings_fail(files):
 
 def test_diff(files):
     fixed = json.loads(audit("diff", files / "bad.cubin", files / "good.cubin", "--rule", "tma-handoff", "--json").stdout)
-    assert (len(fixed["fixed"]), len(fixed["brought"]), fixed["kept"]) == (25, 0, 0)
+    assert (len(fixed["fixed"]), len(fixed["brought"]), fixed["kept"], fixed["not_checked"]) == (25, 0, 0, [])
+    damaged = audit("diff", files / "bad.cubin", files / "damaged.cubin", "--rule", "tma-handoff")
+    assert damaged.exit_code == 2
+    assert "Not checked:" in damaged.stdout
     assert audit("diff", files / "bad.cubin", files / "good.cubin", "--rule", "tma-handoff").exit_code == 0
     assert audit("diff", files / "good.cubin", files / "bad.cubin", "--rule", "tma-handoff").exit_code == 1
 
@@ -82,6 +87,39 @@ def test_sarif(files):
     rules = report["runs"][0]["tool"]["driver"]["rules"]
     assert {rules[result["ruleIndex"]]["id"] for result in results} == {"tma-handoff"} == {result["ruleId"] for result in results}
     assert results[0]["locations"][0]["physicalLocation"]["artifactLocation"]["uri"].endswith("bad.cubin")
+
+
+def test_html_is_one_page_with_the_instructions_of_examples(files):
+    page = files / "out.html"
+    audit(files / "bad.cubin", "--html", page, "--rule", "tma-handoff", "--kernel", "bad_word_tensor$|bad_copy", "--no-disassemble")
+    text = page.read_text()
+    assert "<script" not in text
+    assert "http" not in text
+    assert re.findall(r"<title>(sm_90a [a-z]+: \d+)</title>", text) == ["sm_90a error: 6"]
+    listings = text.split('class="listing"')[1:]
+    assert len(listings) == 3
+    for listing in listings:
+        marked = re.findall(
+            r'<tr class="marked"><td>(0x[0-9a-f]+)</td><td>([0-9a-f]{16} [0-9a-f]{16})</td><td>([^<]*)</td>', listing
+        )
+        assert [remark for _, _, remark in marked] == ["tma-handoff: writes shared memory"]
+        assert "bulk store: reads shared memory later" in listing
+        assert "this thread waits until at most" in listing
+        # the line that is marked is the one that the finding names
+        assert f"written at {marked[0][0].replace('0x0', '0x', 1)}" in listing
+
+
+@pytest.mark.skipif(disassembler() is None, reason="no nvdisasm here")
+def test_html_is_disassembled(files):
+    page = files / "out.html"
+    audit(files / "bad.cubin", "--html", page, "--rule", "tma-handoff", "--kernel", "bad_word_tensor$")
+    assert re.search(r"STS \[R\d+(\+0x2000)?\], R\d+</td><td>tma-handoff: writes shared memory", page.read_text())
+
+
+def test_html_without_findings(files):
+    page = files / "out.html"
+    audit(files / "good.cubin", "--html", page, "--rule", "tma-handoff")
+    assert "sm_90a clean: 28" in page.read_text()
 
 
 def test_rules_are_listed():

@@ -3,6 +3,7 @@
 import io
 import random
 import struct
+import subprocess
 import sys
 import time
 import zipfile
@@ -11,6 +12,7 @@ import pytest
 
 from audit.support_audit import audit_bytes, cubin, zstandard
 from blockscale.guard.audit import Config, Limits, UnknownTargetError, audit
+from blockscale.guard.audit.elf import Elf
 from blockscale.guard.audit.readers.fatbin import CONTAINER, ENTRY
 from blockscale.guard.audit.readers.model import NotChecked
 from blockscale.guard.audit.readers.scan import scan
@@ -136,6 +138,36 @@ def test_an_archive_beyond_the_limit(tmp_path):
         archive.writestr("a", b"\0" * (20 << 20))
     result = audit([str(path)], Config(limits=Limits(file_bytes=1 << 20), processes=1))
     assert [item.why for item in result.not_checked] == ["decompresses to more than the limit of one file"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_is_bounded(code, tmp_path):
+    """Ten images of 30 MiB in one file: read in 256 MiB, or said to need more; never more than what was allowed."""
+    big = bytearray(code)
+    # the text of the first kernel becomes a section of 30 MiB
+    table = Elf.parse(code)
+    offset = struct.unpack_from("<Q", big, 40)[0]
+    index = next(i for i, name in enumerate(table.names) if name.startswith(".text."))
+    struct.pack_into("<QQ", big, offset + 64 * index + 24, len(big), 30 << 20)
+    nop = bytes.fromhex("18790000000000000000000000c00f00")
+    packed = zstandard.ZstdCompressor().compress(bytes(big) + nop * ((30 << 20) // 16))
+    image = entry(packed, flags=0x108000, packed=len(packed), size=len(big) + (30 << 20))
+    (tmp_path / "big.so").write_bytes(container(*[image] * 10) + b"x" * (9 << 20))
+    program = (
+        "import resource, sys\nfrom blockscale.guard.audit import Config, Limits, audit\n"
+        "def peak(who): return resource.getrusage(who).ru_maxrss << 10\n"
+        "before = peak(resource.RUSAGE_SELF)\n"
+        "result = audit([sys.argv[1]], Config(limits=Limits.for_memory(256 << 20), processes=2))\n"
+        "print(result.cubins, peak(resource.RUSAGE_CHILDREN) - before, peak(resource.RUSAGE_SELF) - before)\n"
+        "print(*{item.why for item in result.not_checked}, sep='|')"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "big.so")], capture_output=True, text=True, check=True)
+    numbers, why = done.stdout.splitlines()
+    cubins, worker, main = map(int, numbers.split())
+    assert (cubins, why) == (10, "") or "memory" in why
+    assert 2 * worker + main < 256 << 20
+    with pytest.raises(ValueError, match="memory_bytes"):
+        Limits.for_memory(1 << 20)
 
 
 def test_headers_with_many_comments_take_no_time():

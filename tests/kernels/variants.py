@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from blockscale.formats import MXFP4, MXFP8, NVFP4, FP8Block, FP8Tensor
+from blockscale.guard.audit import Config, audit
 from blockscale.kernels.dequantize import dequantize_columns, dequantize_rows
 from blockscale.kernels.quantize_fp8_block import quantize_fp8_block, quantize_fp8_rows
 from blockscale.kernels.quantize_fp8_tensor import amax_of_groups, quantize_fp8_tensor
@@ -170,12 +171,13 @@ def compiled(kernel, flags, candidate, arch, dtype, types):
 
 
 def inspect(result):
-    """Registers, stack bytes, and how many of each kind of instruction."""
+    """Registers, stack bytes, how many of each kind of instruction, and what `blockscale audit` says of all severities."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(result.asm["cubin"])
         usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", path], capture_output=True, text=True, check=True).stdout
         text = subprocess.run([TOOLS / "nvdisasm", "-c", path], capture_output=True, text=True, check=True).stdout
+        audited = audit([str(path)], Config(processes=1))
     found = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)((?:\.[A-Z0-9_]+)*)", text, re.M)
     kinds = Counter(name for name, _ in found)
     wide = Counter(name for name, tail in found if name in ("LDG", "STG") and ("128" in tail or "64" in tail))
@@ -187,6 +189,9 @@ def inspect(result):
         "syscalls": len(re.findall(r"__cuda_syscall|cudaMalloc|vprintf", text)),
         "wide": dict(wide),
         "instructions": len(found),
+        "audited": audited.kernels,
+        "findings": [f"{finding.rule}: {finding.detail}" for finding in audited.findings],
+        "not_checked": [item.why for item in audited.not_checked],
     }
 
 

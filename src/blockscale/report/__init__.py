@@ -7,10 +7,13 @@ matplotlib extra), `write_json`. Every file is written to a temporary name and r
 
 from blockscale.report.console import print_report, table_to_rich
 from blockscale.report.document import (
+    Bars,
     Column,
     Facts,
     Figure,
     HeatMap,
+    Line,
+    Listing,
     Panel,
     Report,
     Section,
@@ -27,10 +30,13 @@ from blockscale.report.progress import Progress, make_progress
 from blockscale.report.write import to_jsonable, write_bytes, write_json, write_text
 
 __all__ = [
+    "Bars",
     "Column",
     "Facts",
     "Figure",
     "HeatMap",
+    "Line",
+    "Listing",
     "Panel",
     "PlottingUnavailableError",
     "Progress",

@@ -143,7 +143,48 @@ class Facts:
     items: Mapping[str, str]
 
 
-Block = Table | Figure | HeatMap | Verdicts | Facts | str
+@dataclass(frozen=True)
+class Bars:
+    """A horizontal bar a row, cut into parts that mean the same in every row; its length is the sum of its parts.
+
+    Attributes:
+        parts: what each part means, with its colour in the palette.
+        rows: label and the parts' sizes.
+
+    Raises:
+        ValueError: a row has another number of parts, or a negative one.
+    """
+
+    title: str
+    parts: Sequence[tuple[str, int]]
+    rows: Sequence[tuple[str, Sequence[float]]]
+
+    def __post_init__(self) -> None:
+        for label, sizes in self.rows:
+            if len(sizes) != len(self.parts) or min(sizes, default=0) < 0:
+                raise ValueError(f"bar {label!r} of {self.title!r} holds {list(sizes)}; needs {len(self.parts)} sizes >= 0")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a `Listing`: where, what, a remark beside it, and whether it is what the listing is about."""
+
+    place: str
+    text: str
+    remark: str = ""
+    marked: bool = False
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Lines of code with remarks."""
+
+    title: str
+    lines: Sequence[Line]
+    note: str = ""
+
+
+Block = Table | Figure | HeatMap | Verdicts | Facts | Bars | Listing | str
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from html import escape
 from pathlib import Path
 
 from blockscale.report.axes import PALETTE
-from blockscale.report.document import Block, Facts, Figure, HeatMap, Report, Table, Verdicts
+from blockscale.report.bars import render_bars_svg
+from blockscale.report.document import Bars, Block, Facts, Figure, HeatMap, Listing, Report, Table, Verdicts
 from blockscale.report.heatmap import render_heatmap_svg
 from blockscale.report.svg import render_svg
 from blockscale.report.write import write_text
@@ -41,6 +42,9 @@ figure{margin:10px 0}.panels{display:flex;flex-wrap:wrap;gap:16px}.chart{flex:1 
 .bound{stroke:var(--soft);stroke-dasharray:5 4;stroke-width:1.2}
 .line{fill:none;stroke-width:2;stroke-linejoin:round}.faint{fill:none;stroke-width:1;opacity:.22}
 .dot{stroke:var(--ground);stroke-width:1}
+.listing{font:12.5px/1.45 ui-monospace,Menlo,Consolas,"DejaVu Sans Mono",monospace;background:var(--band)}
+.listing td{padding:0 12px;border:0;text-align:left;white-space:pre}.listing td:last-child{color:var(--soft);white-space:normal}
+.listing tr.marked td{color:var(--bad);font-weight:600}
 footer{margin-top:40px;color:var(--soft);font-size:13px}
 """
 
@@ -86,6 +90,10 @@ def _block(block: Block) -> str:
     if isinstance(block, Facts):
         rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in block.items.items())
         return f'<div class="scroll"><table class="facts">{rows}</table></div>'
+    if isinstance(block, Bars):
+        return f"<figure><h3>{escape(block.title)}</h3>{render_bars_svg(block)}</figure>"
+    if isinstance(block, Listing):
+        return _listing(block)
     return f"<p>{escape(block)}</p>"
 
 
@@ -108,3 +116,14 @@ def _verdicts(verdicts: Verdicts) -> str:
         for verdict in verdicts.items
     )
     return f'<ul class="verdicts">{lines}</ul>'
+
+
+def _listing(listing: Listing) -> str:
+    mark = ' class="marked"'
+    rows = "".join(
+        f"<tr{mark if line.marked else ''}><td>{escape(line.place)}</td><td>{escape(line.text)}</td>"
+        f"<td>{escape(line.remark)}</td></tr>"
+        for line in listing.lines
+    )
+    note = f'<p class="note">{escape(listing.note)}</p>' if listing.note else ""
+    return f'<h3>{escape(listing.title)}</h3><div class="scroll"><table class="listing">{rows}</table></div>{note}'

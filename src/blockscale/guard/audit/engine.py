@@ -14,8 +14,10 @@ from typing import Any
 
 from blockscale.guard.audit.cubin import Cubin, Kernel
 from blockscale.guard.audit.elf import Elf
+from blockscale.guard.audit.examples import Example, cut
 from blockscale.guard.audit.limits import Limits, MalformedError
-from blockscale.guard.audit.readers import Image, NotChecked, Unit, decompress, plan, read, resolve
+from blockscale.guard.audit.names import family
+from blockscale.guard.audit.readers import Image, NotChecked, Unit, decompress, plan, read, resolve, weight
 from blockscale.guard.audit.rules import Hit, KernelView, Memory, Options, Rule, Severity, select
 from blockscale.guard.audit.sass.archs import refusal
 
@@ -38,7 +40,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Config:
-    """What to look at. ``arch``: names such as ``"sm_100a"``, empty for all; ``kernel``: a regular expression for mangled names."""
+    """What to look at.
+
+    Attributes:
+        arch: names such as ``"sm_100a"``, empty for all.
+        kernel: a regular expression for mangled names.
+        processes: 0 for one a core.
+        examples: families of each rule and target whose instructions are kept.
+    """
 
     rules: tuple[str, ...] = ()
     arch: tuple[str, ...] = ()
@@ -46,6 +55,7 @@ class Config:
     options: Options = field(default_factory=Options)
     limits: Limits = field(default_factory=Limits)
     processes: int = 0
+    examples: int = 0
 
 
 @dataclass
@@ -55,6 +65,7 @@ class Result:
     Attributes:
         kernels: how many were looked at, in all cubins.
         cubins, by_arch: cubins read, kernels by target.
+        examples: instructions around the first finding of a family, when the configuration asks for some.
     """
 
     kernels: int = 0
@@ -62,6 +73,7 @@ class Result:
     findings: list[Finding] = field(default_factory=list)
     not_checked: list[NotChecked] = field(default_factory=list)
     by_arch: Counter[str] = field(default_factory=Counter)
+    examples: list[Example] = field(default_factory=list)
 
     def add(self, other: Result) -> None:
         """Takes in the result of another part."""
@@ -70,6 +82,7 @@ class Result:
         self.findings += other.findings
         self.not_checked += other.not_checked
         self.by_arch += other.by_arch
+        self.examples += other.examples
 
     @property
     def unreadable(self) -> bool:
@@ -95,6 +108,7 @@ def audit_files(found: Iterable[Path | NotChecked], config: Config | None = None
     for part in _results(plan(found, config.limits), config):
         result.add(part)
     result.not_checked = _counted(result.not_checked)
+    result.examples = _first_of_each(result.examples, config.examples)
     result.findings.sort(key=lambda f: (f.rule, f.arch, f.file, f.kernel, f.offset or 0))
     return result
 
@@ -109,25 +123,45 @@ def _results(units: Iterator[Unit | NotChecked], config: Config) -> Iterator[Res
         return
     # forked workers share what is imported; a worker is replaced by nothing: it keeps its verdicts
     context = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else None)
-    with ProcessPoolExecutor(processes, context, initializer=_start, initargs=(config,)) as pool:
-        waiting: deque[Future[Result]] = deque()
+    share = config.limits.memory_bytes // 2 // processes
+    with ProcessPoolExecutor(processes, context, initializer=_start, initargs=(config, share)) as pool:
+        waiting: deque[tuple[int, Future[Result]]] = deque()
+        held = 0
         for unit in units:
             if isinstance(unit, NotChecked):
                 yield Result(not_checked=[unit])
                 continue
-            waiting.append(pool.submit(_audit, unit))
-            while len(waiting) > processes * _AHEAD:
-                yield waiting.popleft().result()
+            waiting.append((weight(unit), pool.submit(_audit, unit)))
+            held += weight(unit)
+            while waiting and (len(waiting) > processes * _AHEAD or held > config.limits.waiting_bytes):
+                size, future = waiting.popleft()
+                yield future.result()
+                held -= size
         while waiting:
-            yield waiting.popleft().result()
+            yield waiting.popleft()[1].result()
 
 
 _worker: Worker | None = None
 
 
-def _start(config: Config) -> None:
+def _start(config: Config, share: int) -> None:
+    """Prepares a worker process: it may take ``share`` bytes beyond what it has now."""
     global _worker
+    _limit_memory(share)
     _worker = Worker(config)
+
+
+def _limit_memory(share: int) -> None:
+    try:
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (ImportError, OSError):
+        # only Linux can say how much address space there is already; elsewhere the limits on images must do
+        return
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = pages * resource.getpagesize() + share
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
 
 
 def _audit(unit: Unit) -> Result:
@@ -143,6 +177,7 @@ class Worker:
         self._rules = select(list(config.rules))
         self._name = re.compile(config.kernel) if config.kernel else None
         self._memory = Memory()
+        self._shown: dict[tuple[str, str], set[str]] = {}
 
     def audit(self, unit: Unit) -> Result:
         """The result of one unit. A damaged image becomes an entry of ``not_checked``."""
@@ -153,9 +188,10 @@ class Worker:
                 continue
             try:
                 self._image(item, result)
-            except MalformedError as error:
+            except (MalformedError, MemoryError) as error:
                 what = f"{item.arch or item.kind} image at {item.offset:,}"
-                result.not_checked.append(NotChecked(item.file, what, str(error), error=True))
+                why = str(error) if isinstance(error, MalformedError) else "needs more memory than a worker may take; see --memory"
+                result.not_checked.append(NotChecked(item.file, what, why, error=True))
         return result
 
     def _image(self, image: Image, result: Result) -> None:
@@ -189,8 +225,28 @@ class Worker:
                 if isinstance(hit, Hit):
                     severity = hit.severity or rule.severity
                     result.findings.append(Finding(rule.id, severity, arch, kernel.name, file, hit.offset, hit.detail))
+                    self._example(view, rule, hit, result)
                 else:
                     result.not_checked.append(NotChecked(file, f"{arch} {kernel.name}", f"{rule.id} undecided: {hit.why}"))
+
+    def _example(self, view: KernelView, rule: Rule, hit: Hit, result: Result) -> None:
+        """Keeps the instructions of the first finding of a family."""
+        families = self._shown.setdefault((rule.id, view.arch), set())
+        if len(families) >= self._config.examples or family(view.kernel.name) in families:
+            return
+        if example := cut(view, rule.id, hit):
+            families.add(family(view.kernel.name))
+            result.examples.append(example)
+
+
+def _first_of_each(examples: list[Example], most: int) -> list[Example]:
+    """One example a family, as many families a rule and target as asked for: every worker sent its own."""
+    kept: dict[tuple[str, str], dict[str, Example]] = {}
+    for example in sorted(examples, key=lambda example: example.kernel):
+        families = kept.setdefault((example.rule, example.arch), {})
+        if len(families) < most:
+            families.setdefault(family(example.kernel), example)
+    return [example for families in kept.values() for example in families.values()]
 
 
 def _may_hold(container: str, wanted: tuple[str, ...]) -> bool:

@@ -3,7 +3,7 @@
 from blockscale.guard.audit.readers.fatbin import decompress
 from blockscale.guard.audit.readers.model import Image, NotChecked
 from blockscale.guard.audit.readers.targets import UnknownTargetError, cache_folders, mapped_files, resolve
-from blockscale.guard.audit.readers.units import Files, Images, Members, Unit, plan, read
+from blockscale.guard.audit.readers.units import Files, Images, Members, Unit, plan, read, weight
 
 __all__ = [
     "Files",
@@ -19,4 +19,5 @@ __all__ = [
     "plan",
     "read",
     "resolve",
+    "weight",
 ]

@@ -49,6 +49,11 @@ class Images:
 Unit = Files | Members | Images
 
 
+def weight(unit: Unit) -> int:
+    """Bytes that the unit holds while it waits."""
+    return sum(len(image.data) for image in unit.images) if isinstance(unit, Images) else 0
+
+
 class _Bounded:
     """A stream that refuses to deliver more than the limit, so that an archive's bomb ends."""
 
@@ -66,7 +71,7 @@ class _Bounded:
 def plan(found: Iterable[Path | NotChecked], limits: Limits) -> Iterator[Unit | NotChecked]:
     """Units in the order of the files. Files that cannot be opened become `NotChecked`."""
     small: list[str] = []
-    weight = 0
+    total = 0
     for item in found:
         if isinstance(item, NotChecked):
             yield item
@@ -82,10 +87,10 @@ def plan(found: Iterable[Path | NotChecked], limits: Limits) -> Iterator[Unit | 
             yield from _plan_file(item, limits)
         else:
             small.append(str(item))
-            weight += size
-            if weight >= BATCH or len(small) >= 256:
+            total += size
+            if total >= BATCH or len(small) >= 256:
                 yield Files(tuple(small))
-                small, weight = [], 0
+                small, total = [], 0
     if small:
         yield Files(tuple(small))
 
@@ -146,13 +151,13 @@ def _plan_archive(path: Path, limits: Limits) -> Iterator[Unit | NotChecked]:
 
 def _small_members(archive: str, members: list[zipfile.ZipInfo]) -> Iterator[Unit]:
     names: list[str] = []
-    weight = 0
+    size = 0
     for info in members:
         names.append(info.filename)
-        weight += info.file_size
-        if weight >= BATCH or len(names) >= 256:
+        size += info.file_size
+        if size >= BATCH or len(names) >= 256:
             yield Members(archive, tuple(names))
-            names, weight = [], 0
+            names, size = [], 0
     if names:
         yield Members(archive, tuple(names))
 
@@ -160,15 +165,15 @@ def _small_members(archive: str, members: list[zipfile.ZipInfo]) -> Iterator[Uni
 def _batches(items: Iterator[Image | NotChecked]) -> Iterator[Unit | NotChecked]:
     """Images in units of at least `BATCH` declared bytes."""
     batch: list[Image] = []
-    weight = 0
+    size = 0
     for item in items:
         if isinstance(item, NotChecked):
             yield item
             continue
         batch.append(item)
-        weight += item.size
-        if weight >= BATCH:
+        size += item.size
+        if size >= BATCH:
             yield Images(tuple(batch))
-            batch, weight = [], 0
+            batch, size = [], 0
     if batch:
         yield Images(tuple(batch))

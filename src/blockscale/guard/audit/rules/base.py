@@ -24,11 +24,17 @@ _REMEMBERED = 1 << 16
 
 @dataclass(frozen=True)
 class Hit:
-    """A rule's finding in one kernel. ``offset``: program counter in bytes; None for the kernel as a whole."""
+    """A rule's finding in one kernel.
+
+    Attributes:
+        offset: program counter in bytes; None for the kernel as a whole.
+        marks: (program counter, remark) of other instructions that belong to it; shown in the HTML report.
+    """
 
     offset: int | None
     detail: str
     severity: Severity | None = None
+    marks: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True)

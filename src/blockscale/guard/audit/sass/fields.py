@@ -16,6 +16,11 @@ Ints = npt.NDArray[np.int64]
 _ALWAYS, _NEVER = 7, 15
 
 
+def words_of(data: bytes) -> Words:
+    """The 64-bit halves of the whole instructions in ``data``."""
+    return np.frombuffer(data, "<u8", len(data) // 16 * 2)
+
+
 def opcodes(code: Words) -> npt.NDArray[np.uint16]:
     """The 12-bit operation of each instruction."""
     return code.view(np.uint16)[::8] & np.uint16(0xFFF)
