@@ -20,8 +20,10 @@ from torch import Tensor
 from triton.testing import do_bench
 
 import blockscale as bs
+from blockscale.activations import parse
 from blockscale.formats import Format
 from blockscale.ops import backend
+from blockscale.ops.launch import activation
 from blockscale.ops.launch.quantize import empty_planes
 
 SHAPES = [(131072, 2048), (32768, 7168), (16384, 16384)]
@@ -39,6 +41,20 @@ CASES: list[tuple[str, Format, bool, bool, int, str, bool, float | None]] = [
     ("NVFP4 row", bs.NVFP4(), True, False, 0, "swizzled", True, None),
     ("NVFP4 both", bs.NVFP4(), True, True, 0, "swizzled", True, 88),
     ("NVFP4 both, Hadamard, stochastic, 16 groups", bs.NVFP4(hadamard=True, stochastic=True), True, True, 16, "swizzled", True, 65),
+    ("FP8 1x128 row", bs.FP8Block(), True, False, 0, "compact", False, None),
+    ("FP8 1x128 both", bs.FP8Block(), True, True, 0, "compact", False, 93),
+    ("FP8 1x128 both, 16 groups", bs.FP8Block(), True, True, 16, "compact", False, 93),
+    ("FP8 128x128 both", bs.FP8Block(block=(128, 128)), True, True, 0, "compact", False, None),
+    ("FP8 per tensor both", bs.FP8Tensor(), True, True, 0, "compact", True, None),
+    ("FP8 per tensor both, 16 groups", bs.FP8Tensor(), True, True, 16, "compact", True, None),
+    ("MXFP4 both", bs.MXFP4(), True, True, 0, "swizzled", False, None),
+]
+#: activation joined with MXFP8, both planes, swizzled: name, groups, of the gradient, share demanded
+JOINED: list[tuple[str, int, bool, float]] = [
+    ("swiglu, probabilities, MXFP8 both, 16 groups", 16, False, 93),
+    ("swiglu, probabilities, MXFP8 both, 128 groups", 128, False, 93),
+    ("swiglu gradient, MXFP8 both, ds, 16 groups", 16, True, 88),
+    ("swiglu gradient, MXFP8 both, ds, dbias, 16 groups", 16, True, 88),
 ]
 
 
@@ -64,6 +80,25 @@ def share(x: Tensor, bandwidth: float, case: tuple[Any, ...]) -> float:
     rng = torch.tensor([1, 2], device="cuda")
     time = median(lambda: backend.quantize(x, offsets, fmt, rowwise, columnwise, layout, amax, rng, out))
     return 100 * (x.nbytes + sum(t.nbytes for t in out)) / time / bandwidth
+
+
+def joined_share(h: Tensor, bandwidth: float, case: tuple[str, int, bool, float]) -> float:
+    """As :func:`share`, of an activation of the pre-activation ``h``, or of its gradient, in one pass with MXFP8."""
+    name, groups, gradient, _ = case
+    act, fmt, offsets = parse("swiglu"), bs.MXFP8(), offsets_of(groups, h.shape[0])
+    probs = torch.rand(h.shape[0], device="cuda")
+    args = (offsets, act, fmt, probs, None, True, True, "swizzled")
+    half = h[:, : h.shape[1] // 2]
+    moved = h.nbytes + probs.nbytes
+    if not gradient:
+        out = empty_planes(half, fmt, groups, True, True, "swizzled")
+        time = median(lambda: activation.quantize(h, *args, out))
+    else:
+        dy, bias = torch.randn_like(half), "dbias" in name
+        out = empty_planes(h, fmt, groups, True, True, "swizzled")
+        time = median(lambda: activation.backward_quantize(dy, h, *args, bias, out))
+        moved += dy.nbytes + probs.nbytes + 4 * groups * h.shape[1] * bias
+    return 100 * (moved + sum(t.nbytes for t in out)) / time / bandwidth
 
 
 def peers() -> dict[str, Callable[[Tensor], Any]]:
@@ -130,16 +165,18 @@ def main() -> None:
     parser.add_argument("--commit", help="of the code, where git is not at hand")
     commit = parser.parse_args().commit
     torch.manual_seed(0)
-    shares: dict[str, list[float | None]] = {case[0]: [] for case in CASES} | {name: [] for name in peers()}
+    shares: dict[str, list[float | None]] = {case[0]: [] for case in (*CASES, *JOINED)} | {name: [] for name in peers()}
     copies = []
     for rows, columns in SHAPES:
         x = torch.randn(rows, columns, device="cuda").bfloat16()
         copies.append(2 * x.nbytes / median(partial(torch.empty_like(x).copy_, x)))
         for case in CASES:
             shares[case[0]].append(share(x, copies[-1], case))
+        for joined in JOINED:
+            shares[joined[0]].append(joined_share(x, copies[-1], joined))
         for name, call in peers().items():
             shares[name].append(peer_share(x, copies[-1], call))
-    demanded = {case[0]: case[-1] for case in CASES}
+    demanded = {case[0]: case[-1] for case in (*CASES, *JOINED)}
     rows_of = [["kernel", *(f"{m}x{k}" for m, k in SHAPES), "median", "demanded"]]
     for name, values in shares.items():
         known = [v for v in values if v is not None]

@@ -16,7 +16,14 @@ FORMATS = [
     bs.MXFP8(block=(32, 32)),
     bs.NVFP4(),
     bs.NVFP4(hadamard=True, stochastic=True),
+    bs.MXFP4(),
+    bs.MXFP4(block=(32, 32), nan="ignore"),
+    bs.FP8Tensor(),
+    bs.FP8Tensor("e5m2", power_of_two=True),
+    bs.FP8Block(),
+    bs.FP8Block("e5m2", (128, 128), power_of_two=False),
 ]
+LAYOUTS = ("compact", "swizzled")
 SPECIAL = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-38, -1e-40, 3.3e38, 448.0, 2e-36, 6e4])
 
 
@@ -41,7 +48,7 @@ def test_random_groupings(fmt):
         x, offsets = tensor(rows, columns, torch.bfloat16, generator), torch.tensor([0, *ends])
         x[int(offsets[-1]) :] = float("nan")
         rng = torch.tensor([draw.randrange(1 << 62), n]) if getattr(fmt, "stochastic", False) else None
-        options = (fmt, True, True, draw.choice(["compact", "swizzled"]), None)
+        options = (fmt, True, True, draw.choice(LAYOUTS[: 1 + fmt.has_codes]), None)
         want = backend.quantize(x, offsets, *options, rng)
         poisoned = [torch.full_like(t, 0x7F if t.dtype == torch.uint8 else float("nan"), device="cuda") for t in want]
         got = backend.quantize(x.cuda(), offsets.cuda(), *options, None if rng is None else rng.cuda(), poisoned)
@@ -55,7 +62,7 @@ def test_captured_and_replayed_with_other_groups(fmt):
     x = tensor(300, 256, torch.bfloat16, generator).cuda()
     offsets = torch.tensor([0, 10, 200, 300], device="cuda")
     rng = torch.tensor([5, 6], device="cuda")
-    options = (fmt, True, True, "swizzled", None, rng)
+    options = (fmt, True, True, LAYOUTS[fmt.has_codes], None, rng)
     out = [torch.empty_like(t) for t in backend.quantize(x, offsets, *options)]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -52,6 +52,7 @@ def tensor(rows, columns, dtype, seed):
 def same(got, want, what):
     """Bits, but for what a NaN carries."""
     assert got.dtype == want.dtype, what
+    got = got.cpu()
     if got.is_floating_point():
         got, want = (t.float().masked_fill(t.isnan(), 9.0).view(torch.int32).where(~t.isnan(), 0) for t in (got, want))
     assert torch.equal(got, want), (what, (got != want).nonzero()[:3].tolist())
@@ -59,6 +60,7 @@ def same(got, want, what):
 
 def close(got, want, size, terms, what):
     """A sum of ``terms`` terms, whose magnitudes sum to ``size``: see ``kernels.sums``, and as much again for the reference."""
+    got = got.cpu()
     known = torch.isfinite(size) & (size < 1e37)
     bound = 2 * (96 + terms / 1024) * 2**-24 * size
     assert got.dtype == torch.float32, what
@@ -66,16 +68,16 @@ def close(got, want, size, terms, what):
     assert torch.equal(got.isnan(), want.isnan()), what
 
 
-def planes(fmt, result, offsets, asked, layout, call):
+def planes(fmt, result, offsets, asked, layout, call, device):
     want = reference_quantize.quantize_grouped(result, offsets, fmt, *asked, layout, None, None)
-    poisoned = [torch.full_like(t, 0x7F if t.dtype == torch.uint8 else float("nan")) for t in want]
+    poisoned = [torch.full_like(t, 0x7F if t.dtype == torch.uint8 else float("nan"), device=device) for t in want]
     others = call(poisoned)
     for n, (a, b) in enumerate(zip(poisoned, want, strict=True)):
         same(a, b, (n, fmt.spec(), layout, asked))
     return others
 
 
-def compare(n, act, rows, dtype, fmt, asked, layout, with_probs):
+def compare(n, act, rows, dtype, fmt, asked, layout, with_probs, device="cpu"):
     act, interleave, width = parse(act[0]), *act[1:]
     rows, offsets = rows[0], torch.tensor(rows[1])
     h, dy = tensor(rows, act.pre_width(width), dtype, n), tensor(rows, width, dtype, n + 1)
@@ -88,19 +90,21 @@ def compare(n, act, rows, dtype, fmt, asked, layout, with_probs):
     live, what = torch.arange(rows) < end, (n, act.spec(), interleave, width, rows, dtype)
     y = reference.activation_forward(h, act, probs, interleave, live)
     dh, ds = reference.activation_backward(dy, h, act, probs, interleave, live)
-    same(launch.forward(h, act, probs, interleave, offsets), y, what)
-    got_dh, got_ds = launch.backward(dy, h, act, probs, interleave, offsets)
+    there = [t if t is None else t.to(device) for t in (h, dy, probs, offsets)]
+    h_there, dy_there, probs_there, offsets_there = there
+    same(launch.forward(h_there, act, probs_there, interleave, offsets_there), y, what)
+    got_dh, got_ds = launch.backward(dy_there, h_there, act, probs_there, interleave, offsets_there)
     same(got_dh, dh, what)
     if with_probs:
         terms = row_terms(dy, h, act, interleave, live)
         close(got_ds, ds, terms, width, what)
-    args = (act, fmt, probs, interleave, *asked, layout)
-    planes(fmt, y, offsets, asked, layout, lambda out: launch.quantize(h, offsets, *args, out))
+    args = (act, fmt, probs_there, interleave, *asked, layout)
+    planes(fmt, y, offsets, asked, layout, lambda out: launch.quantize(h_there, offsets_there, *args, out), device)
     sizes, bias = group_sums(dh.abs(), offsets), group_sums(dh, offsets)
-    close(sums.bias_grad(dh, offsets), bias, sizes, rows, what)
+    close(sums.bias_grad(dh.to(device), offsets_there), bias, sizes, rows, what)
     if launch.against_joining(act, fmt, interleave, width, True) is None:
-        call = lambda out: launch.backward_quantize(dy, h, offsets, *args, True, out)  # noqa: E731
-        _, joined_ds, joined_bias = planes(fmt, dh, offsets, asked, layout, call)
+        call = lambda out: launch.backward_quantize(dy_there, h_there, offsets_there, *args, True, out)  # noqa: E731
+        _, joined_ds, joined_bias = planes(fmt, dh, offsets, asked, layout, call, device)
         close(joined_bias, bias, sizes, rows, what)
         if with_probs:
             close(joined_ds, ds, terms, width, what)
